@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 # Python objects are exchanged on CPUs over gloo, weights and gradients on GPUs over nccl
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -205,21 +205,6 @@ def writers(model):
     that of a sharded one; an unsharded one is written by whoever has it.
     """
     return rank_and_size() if isinstance(model, FSDPModule) else (0, 1)
-
-
-def shard_like(parameter, tensor):
-    """Return a full tensor, equal on all ranks, on the device and with the sharding of a parameter.
-
-    A tensor whose shape is not the parameter's, such as a step count, is returned unchanged.
-    """
-    if tensor.shape != parameter.shape:
-        return tensor
-    tensor = tensor.to(parameter.device)
-    if not isinstance(parameter, DTensor):
-        return tensor
-    mesh = parameter.device_mesh
-    replicated = DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(placements=parameter.placements)
 
 
 def all_gather(value):

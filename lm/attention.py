@@ -79,13 +79,6 @@ def varlen(device, dtype, head_dim):
     return None
 
 
-def window(longest_q):
-    """(left, right): causal, except for single queries, which `keys_B` makes causal: for them a window would
-    disable the kernel that reads K/V once for all heads of a group.
-    """
-    return -1, -1 if longest_q == 1 else 0
-
-
 def can_split():
     """Whether this torch lets one choose how many blocks of threads share a row's keys: from 2.13 on.
 
@@ -101,11 +94,13 @@ def cached_by_operator(q, k, v, q_starts, k_starts, longest_q, longest_k, keys_B
     but only in models whose query heads share keys. From torch 2.13 on they are longest_k / SPLIT_KEYS;
     earlier ones choose how many, by longest_k, and fewer the more rows there are.
     """
-    (left, right), splits = window(longest_q), {}
+    # Causal, but for single queries, which keys_B makes causal: for them a window would disable the kernel
+    # that reads K/V once for all heads of a group.
+    right, splits = -1 if longest_q == 1 else 0, {}
     if can_split():
         splits["num_splits"] = min(128, -(-longest_k // SPLIT_KEYS)) if longest_q == 1 else 1
     return torch.ops.aten._flash_attention_forward(
-        q, k, v, q_starts, k_starts, longest_q, longest_k, 0.0, right == 0, False, window_size_left=left,
+        q, k, v, q_starts, k_starts, longest_q, longest_k, 0.0, right == 0, False, window_size_left=-1,
         window_size_right=right, seqused_k=keys_B, **splits)[0]
 
 

@@ -42,7 +42,7 @@ TAGS = ("planning", "explore", "reflection", "monitor")
 TAG = f"<({'|'.join(TAGS)})>"
 DATE = "26 Jul 2024"                    # in Llama's system message, which would be the day's: on all days
 MARK = "\ue000{}\ue001"                 # stands for a text in a rendered template
-HOLE = MARK.format("")                  # and for the message in what is kept of it
+HOLE = MARK.format(0)                   # for the message
 ACTION_START = "<action"                # no token of Qwen's spans its end and the ">" that follows
 UNTAGGED = r"((?s:(?!</?\w+>).)*)"              # a command: no tags in it; "<" and ">" alone, as in "< Prev"
 COMMAND = ">" + UNTAGGED + r"</action>\s*"
@@ -88,9 +88,8 @@ class Chat:
         can_be_silent = "enable_thinking" in (tokenizer.chat_template or "")
         self.switches = {"enable_thinking": False} if can_be_silent and style != "think" else {}
         control = partial(tokenizer.encode, add_special_tokens=False)
-        *templates, end = templates_of(tokenizer, self.switches)
-        self.templates = [(control(before), start, end, control(after)) for before, start, end, after in
-                          (cut_template(template, special_tokens(tokenizer)) for template in templates)]
+        self.special = special_tokens(tokenizer)
+        *self.templates, end = templates_of(tokenizer, self.switches)
         self.end_ids = control(end)
         if control(end + "a") != self.end_ids + control("a"):
             raise ValueError(f"{tokenizer.name_or_path}: its tokenizer gives a text other tokens alone than "
@@ -99,7 +98,7 @@ class Chat:
         # these are words, or an end that config.json declares (LlamaConfig's default, 2, may be a word's)
         others = {tokenizer.pad_token_id, tokenizer.unk_token_id} - {None}
         ends = {tokenizer.eos_token_id, *(i for i in others if not is_word(tokenizer, i))}
-        declared = {*getattr(tokenizer, "declared_ends", ())} & {*special_tokens(tokenizer).values()}
+        declared = {*getattr(tokenizer, "declared_ends", ())} & {*self.special.values()}
         self.stop_ids = tuple(sorted({*self.end_ids, *ends, *declared} - {None}))
         self.show_admissible = show_admissible and not self.bare
         self.set_formats(environment)
@@ -135,8 +134,7 @@ class Chat:
 
     def message(self, content, first=False):
         """Ids of a user message, up to where the response starts. first: the first of a conversation."""
-        before, start, end, after = self.templates[0 if first else 1]
-        return before + self.encode(start + content + end) + after
+        return self.filled(self.templates[0 if first else 1], [content])
 
     def observe(self, reply, first=False, instruction=""):
         """Ids of the environment's reply as the next user message. instruction: text to put before it."""
@@ -188,10 +186,10 @@ class Chat:
         if not all(MARK.format(k) in rendered for k, text in enumerate(texts) if text):
             raise ValueError(f"{self.tokenizer.name_or_path}: its chat template leaves out the rules, the "
                              "first message or the tools' answers, which this --env has")
-        special, ids = special_tokens(self.tokenizer), []
-        for piece in re.split(f"({'|'.join(map(re.escape, special))})", rendered):
-            if piece in special:
-                ids.append(special[piece])
+        ids = []
+        for piece in re.split(f"({'|'.join(map(re.escape, self.special))})", rendered):
+            if piece in self.special:
+                ids.append(self.special[piece])
                 continue
             ids += self.encode(re.sub(MARK.format(r"(\d+)"), lambda mark: texts[int(mark[1])], piece))
         return ids
@@ -353,18 +351,6 @@ def is_word(tokenizer, i):
     token, text = tokenizer.convert_ids_to_tokens(i), tokenizer.decode([i])
     return (tokenizer.backend_tokenizer.model.token_to_id(token) == i
             and tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True) == [i])
-
-
-def cut_template(template, special):
-    """Cut a template into what comes up to the last of the special tokens before the message, plain text
-    between the two, plain text after the message, and the rest from the first special token on.
-
-    Around a special token, a tokenizer encodes text in separate pieces, so the ids are those of the whole.
-    """
-    before, _, after = template.partition(HOLE)
-    cut = max((at + len(token) for token in special if (at := before.rfind(token)) >= 0), default=0)
-    rest = min((at for token in special if (at := after.find(token)) >= 0), default=len(after))
-    return before[:cut], before[cut:], after[:rest], after[rest:]
 
 
 def is_small(tokenizer):

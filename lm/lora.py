@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from infra import files
-from infra.parallel import full_tensor, shard_like
+from infra.parallel import copy_part, full_tensor
 from lm.model import Linear
 
 ALPHA = 32
@@ -47,7 +47,7 @@ def merge(model, generator):
     """Add each adapter to its matrix, and start a new one."""
     for layer in adapted(model):
         _, full = next(merged(dict(layer.named_parameters())))
-        layer.weight.copy_(shard_like(layer.weight, full))
+        copy_part(layer.weight, full)
     start(model, generator)
 
 
@@ -56,7 +56,7 @@ def start(model, generator):
     """Give the adapters the values of new ones: B is 0 and A uniform in +-in^-0.5, as in peft."""
     for layer in adapted(model):
         uniform = torch.empty(layer.lora_A.shape, device="cpu").uniform_(-1, 1, generator=generator)
-        layer.lora_A.copy_(shard_like(layer.lora_A, uniform * layer.in_features ** -0.5))
+        copy_part(layer.lora_A, uniform * layer.in_features ** -0.5)
         layer.lora_B.zero_()
 
 

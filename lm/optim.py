@@ -129,8 +129,10 @@ class Muon:
         for (part, parameter), state in zip(self._parameters(), saved, strict=True):
             if part.defaults.get("fused"):        # a fused AdamW counts steps on the parameter's device
                 state = {key: tensor.to(parameter.device) for key, tensor in state.items()}
-            part.state[parameter] = {key: parallel.shard_like(parameter, tensor.clone())  # else a file stays
-                                     for key, tensor in state.items()}                    # mapped
+            for key, tensor in state.items():               # copied, else a file stays mapped
+                like = parameter if tensor.shape == parameter.shape else tensor
+                part.state[parameter][key] = torch.zeros_like(like, requires_grad=False)
+                parallel.copy_part(part.state[parameter][key], tensor)
 
     def _parameters(self):
         """(optimizer part, parameter) pairs in a fixed order."""

@@ -671,7 +671,7 @@ def test_of_two_plug_ins_in_a_folder_the_one_that_called_a_third_file_is_named(t
 
 @pytest.mark.fast
 @pytest.mark.parametrize("style, bare, refused", [("think", False, True), ("tags", True, False),
-                                                  ("plain", False, False)])
+                                                  ("plain", True, False)])
 def test_how_to_answer_needs_a_function_that_reads_the_answer(monkeypatch, style, bare, refused):
     """Where a prompt says it: a small model's says nothing, and `plain` takes all that is written."""
     class Asking(envs.Environment):

@@ -610,15 +610,15 @@ def test_damaged_weights_are_refused_or_replaced_by_the_checkpoint_before(traine
     """They would load as other weights."""
     out = tmp_path / "run"
     shutil.copytree(trained, out)
-    whole, path = out / "checkpoint.old", out / "checkpoint" / "model.safetensors"
-    shutil.copytree(out / "checkpoint", whole)
+    earlier, path = out / "checkpoint.old", out / "checkpoint" / "model.safetensors"
+    shutil.copytree(out / "checkpoint", earlier)
     content = path.read_bytes()
     path.write_bytes(content[:-8] + bytes(8))
     resumed = ["--demonstrations", 0, "--model", "", "--resume"]
-    whole.rename(tmp_path / "kept")
+    earlier.rename(tmp_path / "kept")
     assert train(out, *resumed) == 1
     assert_one_error(capsys, "not the file that this checkpoint was saved with")
-    (tmp_path / "kept").rename(whole)
+    (tmp_path / "kept").rename(earlier)
     assert train(out, *resumed) == 0 and path.read_bytes() == content
 
 

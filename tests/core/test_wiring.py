@@ -181,10 +181,10 @@ def test_judge_demonstrations_are_of_tasks_that_the_policys_are_not(monkeypatch)
 
 @pytest.mark.fast
 def test_imitation_steps_by_the_cold_starts_weight_and_the_runs_bounds(monkeypatch):
-    given, nothing = [], {"policy/nll_nats": 0.0, "judge/nll_nats": 0.0, "policy/grad_norm": 0.0}
+    given, metrics = [], {"policy/nll_nats": 0.0, "judge/nll_nats": 0.0, "policy/grad_norm": 0.0}
     monkeypatch.setattr(update, "update", lambda model, optimizer, samples, objective, rate: (
         given.append((objective.judge_weight, objective.max_grad_norm, objective.microbatch_tokens, rate))
-        or nothing))
+        or metrics))
     config = SimpleNamespace(judge_cold_start_weight=0.7, judge_weight=0.1, judge_kind="generative",
                              max_grad_norm=0.5, microbatch_tokens=64, cold_start_lr=1.0)
     run = SimpleNamespace(config=config, ranks=RANKS, model=None, optimizer=None, log=lambda row: None)

@@ -51,11 +51,11 @@ def test_a_wrong_value_loads_no_torch():
 
 
 def test_a_deferred_torch_works_when_it_is_used():
-    code = ("import config, sys\n"
-            "import torch\n"
+    code = ("import sys\n"
+            "import config\n"
+            "from algorithms import parallel, torch\n"
             "assert 'torch._C' not in sys.modules\n"
             "import torch.nn.functional as F\n"
-            "from infra import parallel\n"
             "linear = torch.nn.Linear(2, 1)\n"
             "print(F.relu(torch.tensor([-1.0, 2.0])).tolist(), parallel.all_sum(3), linear.weight.shape)")
     assert python("-c", code).stdout == "[0.0, 2.0] 3 torch.Size([1, 2])\n"
