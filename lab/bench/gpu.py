@@ -158,16 +158,28 @@ def run(context, check, tiny, folder):
             found["traceback"] = (folder / STACK).read_text().partition("\nExtension modules")[0][:3000]
         process.join(0 if late else 10)
     finally:                                               # also after Ctrl-C
-        with suppress(ProcessLookupError):                 # `child` leads a group: what it has started, too
-            os.killpg(process.pid, signal.SIGKILL)
-        process.kill()                                     # which may not lead it yet
-        process.join()
+        end(process)
     if "traceback" in found:
         found["traceback"] = found["traceback"].replace(f"{ROOT}{os.sep}", "")
     found = {key: float(f"{value:.4g}") if isinstance(value, float) else value
              for key, value in found.items()}
     return {"check": check.name, "target": check.target, **found,
             "check_s": round(time.monotonic() - start, 1)}
+
+
+def end(process):
+    """End a check's process, and what it has started in its group. torchrun, whose ranks are in sessions of
+    their own, ends them in 30 s if it is asked to.
+    """
+    for signum, patience_s in (signal.SIGTERM, 40), (signal.SIGKILL, 0):
+        until = time.monotonic() + patience_s
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signum)
+            while time.monotonic() < until:
+                process.join(0.1)
+                os.killpg(process.pid, 0)                  # is one left?
+    process.kill()                                         # which may not lead its group yet
+    process.join()
 
 
 def child(check, tiny, folder, pipe):

@@ -111,6 +111,14 @@ def split_lists(parser, options, **known):
     options.seeds = [*dict.fromkeys(map(int, options.seeds.split(",")))]
 
 
+def all_cells(path, requested, work, options):
+    """`run_cells`; ValueError if one that was requested has no result, with --jobs 0."""
+    found = run_cells(path, requested, work, options)
+    if lacking := [name for name in requested if name not in found]:
+        raise ValueError(f"--jobs={options.jobs}: {path} has no cell {lacking[0]}")
+    return found
+
+
 def missing_cells(path, requested, options):
     """The requested cells to run, {name: settings}: those without a result in the file at `path`; with
     --jobs 0 none. ValueError if the tree has local changes, which no commit names, unless --dirty is given.

@@ -128,7 +128,7 @@ def measured(options, environments):
         for key, run in runs_for(settings, options.games, root).items():
             needed[settings["world"], *key] = run
     runs.make(dict(sorted(needed.items(), key=lambda item: not item[1].cold)), options.jobs)
-    return common.run_cells(path, cells, partial(work, options.games, root), options)
+    return common.all_cells(path, cells, partial(work, options.games, root), options)
 
 
 # Analysis

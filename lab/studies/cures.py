@@ -44,6 +44,7 @@ from lab.studies.twin_measures import (
     SHARP,
     computed_sharp_wins,
     final,
+    is_sharp,
     leak_of,
     linear_probe,
     probe,
@@ -483,8 +484,10 @@ def pooled(table, arm, other, coefficients=COEFFICIENTS, questions="coins", othe
         return paired(*({seed: mean_known([measure(results[seed]) for results in side]) for seed in seeds}
                         for side in found))
 
+    every = [results[seed] for side in found for results in side for seed in seeds]
+    sharp = sharp_wins if all(map(is_sharp, every)) else computed_sharp_wins          # of both sides alike
     ends = [[final(results[seed]) for results in side for seed in seeds] for side in found]
-    won = {name: less(measure) for name, measure in (("wins", wins), ("sharp wins", sharp_wins))}
+    won = {name: less(measure) for name, measure in (("wins", wins), ("sharp wins", sharp))}
     return less(final) | {
         "removed": [sum(end < 0.5 for end in side) for side in ends], "n": len(ends[0]),
         **{name: {key: of[key] for key in ("mean", "half")} for name, of in won.items()}}
@@ -620,7 +623,7 @@ def sharp_errors(table):
     measured, less as computed, of the runs that have both; None without any.
     """
     known = ([sharp_wins(result) - computed_sharp_wins(result) for result in results.values()
-              if "sharp_commands_P" in result["path"][-1]] for name, results in table.items()
+              if is_sharp(result)] for name, results in table.items()
              if "entropy" not in name)
     found = [statistics.fmean(of_arm) for of_arm in known if of_arm]
     return [min(found), max(found)] if found else None

@@ -440,7 +440,7 @@ def study(options, command):
     missing = common.missing_cells(out / "flaws.jsonl", requested, options)
     needed = {run for name in missing for run in (made[name], made[name].start)}
     runs.make({key: run for key, run in kept.items() if run in needed}, options.jobs)
-    done = common.run_cells(out / "flaws.jsonl", requested, partial(cell, made), options)
+    done = common.all_cells(out / "flaws.jsonl", requested, partial(cell, made), options)
     results = {}
     for name, run in made.items():
         results.setdefault((run.row, run.iterations > options.iterations), []).append(done[name])

@@ -82,11 +82,16 @@ def wins(result):
     return chance_to_win({kind: (last[f"q_{kind}"], last.get(f"commands_{kind}", 1.0)) for kind in "PN"})
 
 
+def is_sharp(result):
+    """Whether a cell measured the commands at temperature SHARP, too."""
+    return "sharp_commands_P" in result["path"][-1]
+
+
 def sharp_wins(result):
     """`wins` at temperature SHARP: as measured or, of cells that did not, by `sharpened` q_P and q_N."""
-    last = result["path"][-1]
-    if "sharp_commands_P" not in last:
+    if not is_sharp(result):
         return computed_sharp_wins(result)
+    last = result["path"][-1]
     return chance_to_win({kind: (last[f"sharp_{kind}"], last[f"sharp_commands_{kind}"]) for kind in "PN"})
 
 

@@ -320,6 +320,12 @@ def test_the_probability_at_another_temperature_is_computed_and_beside_one_that_
                              "sharp_commands_P": 1.0, "sharp_commands_N": 0.9}
     less = -0.75 * 0.01 * 0.5 + 0.25 * (0.02 * 0.3 - 0.1 * 0.5)          # what is no command wins nothing
     assert cures.sharp_errors({"a": {0: ended, 1: measured}}) == [pytest.approx(less)] * 2
+    one, other = (cures.name_of(cures.settings_of("coins", arm, cures.COEFFICIENTS[0], "tied"))
+                  for arm in ("GRPO", "+GCD"))
+    for known in (ended, measured):                   # a difference has no measured and no computed side
+        table = {one: {0: known, 1: measured}, other: {0: measured, 1: measured}}
+        found = cures.pooled(table, "GRPO", "+GCD", cures.COEFFICIENTS[:1], embeddings=["tied"])
+        assert found["sharp wins"]["mean"] == 0
 
 
 def test_gcd_changes_nothing_without_readable_verdicts(tmp_path):

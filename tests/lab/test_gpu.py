@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import os
 import random
 import signal
+import subprocess
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +16,9 @@ from types import SimpleNamespace
 import forked
 import pytest
 import torch
+from conftest import is_alive
 from test_attention import by_loop, shared_by_loop
+from waiting import wait_for
 
 import config
 import judge
@@ -116,7 +119,19 @@ def test_ctrl_c_ends_the_check_too():
     stub = SimpleNamespace(Process=process, Pipe=lambda duplex: (Interrupted(), ours))
     with pytest.raises(KeyboardInterrupt):
         gpu.run(stub, *checks("right"), True, None)
-    assert started[0].exitcode == -signal.SIGKILL
+    assert started[0].exitcode == -signal.SIGTERM
+
+
+def test_a_check_that_is_ended_leaves_no_rank_of_torchruns(tmp_path):
+    """Here a shell, which ends what it started in a session of its own if it is asked to, after a while."""
+    script = ("trap 'sleep 1; kill $rank' TERM; setsid sleep 600 & rank=$!; "
+              f"echo $rank > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/rank; wait; wait")
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: [os.setpgrp(), subprocess.run(["bash", "-c", script])])
+    process.start()
+    wait_for((tmp_path / "rank").exists)
+    gpu.end(process)
+    assert not is_alive(int((tmp_path / "rank").read_text()))
 
 
 @pytest.mark.usefixtures("started_server")

@@ -167,6 +167,8 @@ def test_a_study_refuses_or_marks_cells_of_a_changed_tree(tree, tmp_path):
         options = SimpleNamespace(jobs=2 - len(requested), dirty=False)
         found = common.run_cells(path, requested, lambda *_: pytest.fail("was run"), options)
         assert found == {"a": {"y": 2}}
+    with pytest.raises(ValueError, match="--jobs=0: .*s.jsonl has no cell b"):
+        common.all_cells(path, requested, lambda *_: pytest.fail("was run"), options)
     common.run_cells(path, {"b": {}}, lambda *_: {}, SimpleNamespace(jobs=1, dirty=True))
     assert [line["commit"] for line in files.read_lines(path)[0]] == [head, head + "+"]
 
