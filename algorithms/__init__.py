@@ -9,12 +9,13 @@ that of any file.
 """
 
 import inspect
+import sys
 
 import torch
 
 import losses
 from algorithms import rewards
-from infra import files, parallel, plugins
+from infra import parallel, plugins
 
 RATIOS = ("token", "turn", "episode")
 WITHOUT_GROUPS = dict(tasks=128, group_size=1, dynamic_sampling="keep")    # defaults of a run without groups
@@ -184,7 +185,7 @@ def wrong_part(value, name):
 
 def wrong_advantage(turn):
     """What is wrong with the advantage of a turn and its tokens, or with its logprobs; "" if nothing is."""
-    if not files.is_number(turn.advantage):
+    if not is_finite(turn.advantage):
         return f"its advantage is {turn.advantage!r:.60}; expected a finite number"
     n = len(turn.response_ids)
     if not isinstance(turn.logprob_old, list) or len(turn.logprob_old) != n:
@@ -193,7 +194,7 @@ def wrong_advantage(turn):
         return ""
     if not isinstance(turn.token_advantage, list) or len(turn.token_advantage) != n:
         return f"its token_advantage is {turn.token_advantage!r:.60}; expected a list of {n} numbers, or None"
-    wrong = [number for number in turn.token_advantage if not files.is_number(number)]
+    wrong = [number for number in turn.token_advantage if not is_finite(number)]
     return f"its token_advantage has {wrong[0]!r:.60}; expected finite numbers" if wrong else ""
 
 
@@ -209,3 +210,9 @@ def wrong_metrics(metrics):
         if not isinstance(number, (int, float)) or isinstance(number, bool):
             return f"its metric {name} is {number!r:.60}; expected a number"
     return ""
+
+
+def is_finite(number):
+    """Whether a value is a number (int or float, and no bool) that a float can hold."""
+    return (isinstance(number, (int, float)) and not isinstance(number, bool)
+            and abs(number) <= sys.float_info.max)

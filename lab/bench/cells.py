@@ -62,12 +62,14 @@ def differences_of(then, cell, ignored=()):
 
 
 def check_results(cells):
-    """Raise ValueError for flags that gcd.py rejects, and for results made with other settings or games.
+    """Raise ValueError for flags that gcd.py rejects, and for results made with other settings or games, or
+    from other cold starts.
 
-    Otherwise one row could mix results of different settings. Rows that must not be run again are exempt from
-    the check of settings.
+    Otherwise one row could mix results of different settings, and a difference of two rows include that of a
+    cold start trained twice. Rows that must not be run again are exempt from the check of settings. Results
+    from before 2026-11-30 do not name the weights that they began from.
     """
-    games = {}
+    games, starts = {}, {}
     for cell in cells:
         if not cell.result.exists():
             if not cell.rerun:
@@ -76,6 +78,15 @@ def check_results(cells):
         stored = files.read_json(cell.result)
         if not cell.rerun:
             check_settings(cell, stored)
+        row = cell.start.row if cell.start else None
+        if stored["start"] != row:
+            raise ValueError(f"{below_root(cell.result)}: began from {stored['start']}, is to begin from "
+                             f"{row}; remove it or restore the row")
+        if row and (weights := stored.get("start_weights")):
+            known, file = starts.setdefault(cell.start.folder, (weights, cell.result))
+            if known != weights:
+                raise ValueError(f"{below_root(cell.result)}: began from another {row} than "
+                                 f"{below_root(file)}: it was trained again; remove one of the two")
         for split, played in (stored.get("games_hash") or {}).items():
             known, file = games.setdefault(split, (played, cell.result))
             if split in cell.splits and known != played:
@@ -112,7 +123,7 @@ def result_of(cell, folder, dirty=False):
                          "or mark its result by --dirty")
     return {
         "study": cell.study, "row": cell.row, "seed": cell.seed, "splits": cell.splits,
-        "start": cell.start.row if cell.start else None,
+        "start": cell.start.row if cell.start else None, "start_weights": heads[0].get("start"),
         "command": shlex.join(["python", "gcd.py", *map(without_path, cell.arguments)]),
         "config": {key: value for key, value in settings.items() if key not in PATH_FLAGS},
         "commits": commits, "versions": heads[-1]["versions"],

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from infra import files
 from lab.bench.cells import config_of
 from lab.bench.intervals import markdown, number, percent
-from lab.bench.study import PAPER, ROOT, below_root, cells_of, read_config, splits_of
+from lab.bench.study import PAPER, ROOT, add_dirty, below_root, cells_of, read_config, splits_of
 
 STAGES = ("rollout", "judge", "update")
 LATER = "@75"                         # suffix of rows that train for 75 % of the iterations
@@ -201,6 +201,7 @@ def parse(argv):
     parser.add_argument("--rows", default="grpo,gigpo", help="rows without GCD; those with GCD run too")
     parser.add_argument("--iterations", type=int, default=10, help="of a run; the first is not counted")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each row; 0: print the table only")
+    add_dirty(parser)
     options = parser.parse_args(argv)
     if options.iterations < 2 or options.repeats < 0:
         parser.error(f"--iterations={options.iterations} --repeats={options.repeats}: expected at least 2, 0")
@@ -216,6 +217,7 @@ def main(argv=None):
         file = path.with_name(f"table4_{config.get('study', config['benchmark'])}.json")
         taken = files.read_json(file).get("taken", {})
         if options.repeats:
+            files.clean_commit(options.dirty)
             taken |= measured(chosen(config, options.rows), options.iterations, options.repeats)
         if not taken:
             raise ValueError(f"--repeats=0: no measurements yet, {file} is missing")

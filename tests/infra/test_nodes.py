@@ -227,8 +227,8 @@ def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path
 
 def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
     """Its connections stay open, as those of a machine without power do: here it is stopped. It is node 1,
-    then node 0, which holds the job's store, both at once in two jobs. The ranks' beats and patience are
-    node_ranks.py's, shorter than the product's, with which the longest wait is 44 s.
+    then node 0, which holds the job's store, both at once in two jobs. The ranks' beats are shorter than the
+    product's, with which the longest wait is 49 s.
     """
     def falls_silent(silent, other, message):
         out = tmp_path / str(silent)
@@ -240,8 +240,8 @@ def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
         began = time.monotonic()
         watching = workers(nodes[other])
         wait_for(lambda: not any(map(is_alive, watching)), limit_s=60)
-        assert time.monotonic() - began < 0.5 * job.LOST_BEATS + 2 + 15           # and a busy machine's delay
-        assert job.BEAT_S * job.LOST_BEATS + job.PATIENCE_S + 10 < 60
+        longest_s = job.BEAT_S * job.LOST_BEATS + job.PATIENCE_S + 5
+        assert longest_s < 60 and time.monotonic() - began < longest_s
         for pid in (*stopped, nodes[other].pid):
             os.kill(pid, signal.SIGKILL)
         assert message in nodes[other].communicate()[0]

@@ -3,6 +3,7 @@
     python -m pytest tests/lab/test_cells.py
 """
 
+import itertools
 import json
 
 import pytest
@@ -67,6 +68,20 @@ def test_results_on_other_games_are_refused(bench, capsys):
     file.write_text(file.read_text().replace('"L2": "same"', '"L2": "other"'))
     assert bench.main("--jobs", "0") == 2
     assert "seed1.json: its games of L2 differ from those of" in capsys.readouterr().err
+
+
+def test_results_from_other_cold_starts_are_refused(bench, capsys):
+    """Each seed has its own."""
+    bench.main()
+    for row, seed in itertools.product(("grpo", "grpo+gcd"), (0, 1)):
+        file = bench.folder / f"lab/results/cells/household/{row}/seed{seed}.json"
+        stored = json.loads(file.read_text()) | {"start_weights": f"of seed {seed}"}
+        file.write_text(json.dumps(stored))
+    assert bench.main("--jobs", "0") == 0
+    for change, message in (({"start_weights": "c"}, "seed1.json: began from another cold than "),
+                            ({"start": "warm"}, "seed1.json: began from warm, is to begin from cold")):
+        file.write_text(json.dumps(stored | change))
+        assert bench.main("--jobs", "0") == 2 and message in capsys.readouterr().err
 
 
 # Stored results

@@ -7,10 +7,12 @@ import json
 import math
 import re
 import statistics
+from unittest.mock import Mock
 
 import pytest
 from stand_in import CONFIG
 
+from infra import files
 from lab.bench import intervals, study, table1, table4
 from lab.bench.study import ROOT
 
@@ -168,12 +170,14 @@ def test_table_4_of_the_papers_preset():
 
 
 @pytest.mark.fast
-def test_table_4_needs_a_row_with_and_without_gcd_its_start_and_table_1(bench, capsys):
+def test_table_4_needs_a_row_with_and_without_gcd_its_start_table_1_and_a_commit(bench, capsys, monkeypatch):
     for flags, message in ((["--rows", "ppo"], "--rows=ppo"),
                            ([], "run lab.bench.table1 --rows cold --seeds 0 first"),
                            (["--repeats", "0"], "no measurements yet")):
         assert table4_of(bench, *flags) == 2
         assert message in capsys.readouterr().err
+    monkeypatch.setattr(files, "clean_commit", Mock(side_effect=ValueError("1 file has local changes")))
+    assert table4_of(bench) == 2 and "1 file has local changes" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         table4_of(bench, "--iterations", "1")
     assert "--iterations=1" in capsys.readouterr().err and not bench.calls()
