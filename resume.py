@@ -106,14 +106,16 @@ def evaluates_otherwise(config, out, state):
     protocol, or under an instruction where this one has none (or the reverse).
     """
     stored = files.read_json(out / files.EVALUATION)
+    if not (stored and config.splits):
+        return False
     then = stored if isinstance(stored, dict) else {}                            # another file, if any
     now = {"protocol": config.protocol, "evaluate_tasks": config.evaluate_tasks}
     games = {split: config.environment.tasks_hash(config.environment.split_tasks(split))
              for split in config.splits}
     instructed = bool(config.correction_at_evaluation and state.get("instruction"))
-    other = (sorted(dict_in(then, "splits")) != sorted(config.splits) or differing(then, now)
-             or differing(dict_in(then, "games_hash"), games) or bool(then.get("instruction")) != instructed)
-    return bool(stored and config.splits and other)
+    return bool(sorted(dict_in(then, "splits")) != sorted(config.splits) or differing(then, now)
+                or differing(dict_in(then, "games_hash"), games)
+                or bool(then.get("instruction")) != instructed)
 
 
 def plugin_hashes(config):

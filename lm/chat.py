@@ -107,6 +107,7 @@ class Chat:
         # cached, since the same observations occur thousands of times; a long one takes 10 kB and more
         self.encode = lru_cache(100_000 if self.small else 4_000)(self._encode)
         self.encodings = lru_cache(100_000)(self._encodings)
+        self.pieces = lru_cache(64)(self._pieces)
         if self.tools and not self.shows_tools():
             raise ValueError(f"{tokenizer.name_or_path}: its chat template shows no tools, or none in "
                              "<tool_call>, which this --env has")
@@ -187,12 +188,15 @@ class Chat:
             raise ValueError(f"{self.tokenizer.name_or_path}: its chat template leaves out the rules, the "
                              "first message or the tools' answers, which this --env has")
         ids = []
-        for piece in re.split(f"({'|'.join(map(re.escape, self.special))})", rendered):
-            if piece in self.special:
-                ids.append(self.special[piece])
-                continue
-            ids += self.encode(re.sub(MARK.format(r"(\d+)"), lambda mark: texts[int(mark[1])], piece))
+        for piece in self.pieces(rendered):
+            ids += [piece] if isinstance(piece, int) else self.encode(
+                re.sub(MARK.format(r"(\d+)"), lambda mark: texts[int(mark[1])], piece))
         return ids
+
+    def _pieces(self, rendered):
+        """A rendered template cut at its special tokens: their ids, and the texts between them."""
+        cut = re.split(f"({'|'.join(map(re.escape, self.special))})", rendered)
+        return [self.special.get(piece, piece) for piece in cut if piece]
 
     def ask(self, reply):
         """The end of a prompt: the admissible commands, if shown, and the response format."""

@@ -285,10 +285,11 @@ def page_of(a, b, changes, notes):
         for entry in change.flipped:
             both = transcripts(a, b, change, *entry)
             size = sum(len(text) for texts in both for text in texts)
-            missing = "(left out: the page is full)" if size > budget else "(no transcript is stored)"
-            both = [[], []] if size > budget else both
-            budget -= size * any(both)
-            games.append((change, entry[0], share(entry[1]), share(entry[2]), both, missing))
+            fits = size <= budget
+            budget -= size * fits
+            missing = "(no transcript is stored)" if fits else "(left out: the page is full)"
+            games.append((change, entry[0], share(entry[1]), share(entry[2]), both if fits else [[], []],
+                          missing))
     return page.templates().get_template("compare.html").render(
         notes=notes, facts=named_differences(a, b), sentences=[sentence(change) for change in changes],
         games=games)

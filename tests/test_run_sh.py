@@ -92,6 +92,13 @@ def wait_for_lines(path, lines=1):
     wait_for(lambda: path.exists() and path.read_text().count("\n") >= lines)
 
 
+def assert_ends_when_signalled(folder, process, name, signum):
+    """Signal run.sh once the stand-in of a stage runs; assert that both end, run.sh with 130."""
+    wait_for_lines(folder / f"pid-{name}")
+    process.send_signal(signum)
+    assert process.wait(PATIENCE_S) == 130 and not is_running(folder, name)
+
+
 def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
     process = run_sh(folder)
     assert process.wait(PATIENCE_S) == 0 and CONTINUES not in process.stderr.read()
@@ -108,10 +115,7 @@ def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
 @pytest.mark.fast
 def test_the_cold_start_is_evaluated_beside_rl_and_not_trained_again(folder):
     (folder / "plan-evaluation").write_text("wait")
-    process = with_both_waiting(folder)
-    wait_for_lines(folder / "pid-evaluation")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE_S) == 130 and not is_running(folder, "evaluation")
+    assert_ends_when_signalled(folder, with_both_waiting(folder), "evaluation", signal.SIGINT)
     assert sorted((folder / "signals").read_text().split()) == ["evaluation", *METHODS]
     trained, *others = (folder / "calls").read_text().splitlines()
     (evaluated,) = (call for call in others if call.startswith("evaluation "))
@@ -228,12 +232,8 @@ def test_a_second_signal_is_passed_on_too(folder):
 @pytest.mark.fast
 def test_a_signal_during_the_cold_start_is_passed_to_it(folder):
     (folder / "plan-cold_start").write_text("wait")
-    process = run_sh(folder)
-    wait_for_lines(folder / "pid-cold_start")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(PATIENCE_S) == 130
+    assert_ends_when_signalled(folder, run_sh(folder), "cold_start", signal.SIGTERM)
     assert (folder / "signals").read_text() == "cold_start\n" and stages(folder) == ["cold_start"]
-    assert not is_running(folder, "cold_start")
 
 
 def with_games(folder, monkeypatch):
@@ -303,10 +303,7 @@ def test_smollm_plays_imitates_and_plays_again_each_once(folder):
 @pytest.mark.fast
 def test_smollms_interrupted_stage_runs_again(folder):
     (folder / "plan-cold_start").write_text("wait")
-    process = run_sh(folder, "smollm")
-    wait_for_lines(folder / "pid-cold_start")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(PATIENCE_S) == 130 and not is_running(folder, "cold_start")
+    assert_ends_when_signalled(folder, run_sh(folder, "smollm"), "cold_start", signal.SIGINT)
     (folder / "plan-cold_start").unlink()
     assert run_sh(folder, "smollm").wait(PATIENCE_S) == 0
     assert [name for name in stages(folder) if name in ("report", "cold_start")] == [

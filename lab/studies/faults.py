@@ -417,9 +417,10 @@ def main(argv=None):
     if missing and not (cold / files.STAGES).exists():
         if error := train(cold, [*settings["cold"], "--iterations", 0], options.seed):
             parser.error(error)
-    results = common.run_cells(path, requested, functools.partial(run, options.runs), options)
-    if lacking := [name for name in requested if name not in results]:
-        parser.error(f"--jobs=0: {path} has no cell {lacking[0]}")
+    try:
+        results = common.all_cells(path, requested, functools.partial(run, options.runs), options)
+    except ValueError as error:
+        parser.error(str(error))
     taught = lessons(results, draw(results, options.out))
     command = common.command_of(parser, options)
     text = page(results, taught, shlex.join(command))

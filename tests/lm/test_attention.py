@@ -679,9 +679,9 @@ def test_graphs_are_forgotten_with_the_tensors_that_they_refer_to(model, with_va
     slots = Slots(model, 2, 900, chat.stop_ids, Sampling(1.0, 4))
     answers = Answers(model, 1, 2, chat.stop_ids, Sampling(1.0, 4))
     for of, change in ((slots, lambda: slots.restart(900, Sampling(1.0, 9))),
-                          (slots, lambda: slots.begin([0], [[7] * 800], [1])),
-                          (answers, lambda: answers.begin([0, 1], [[7] * 9] * 2, [1, 2])),
-                          (answers, lambda: answers.begin([0, 1], [[7] * 800] * 2, [3, 4]))):
+                       (slots, lambda: slots.begin([0], [[7] * 800], [1])),
+                       (answers, lambda: answers.begin([0, 1], [[7] * 9] * 2, [1, 2])),
+                       (answers, lambda: answers.begin([0, 1], [[7] * 800] * 2, [3, 4]))):
         of.graphs = {"a key": "a graph"}
         change()
         assert of.graphs == {}
