@@ -3,7 +3,8 @@
     python -m pytest tests/test_run_sh.py
 
 .venv/bin/python is replaced by a script that records its call and then follows the file plan-STAGE:
-"wait" (until it is signalled), "fail", or, without a file, finish the stage.
+"wait" (until it is signalled; in Python, since bash's traps lose a signal in some hundred), "fail", or,
+without a file, finish the stage.
 """
 
 import json
@@ -11,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -31,18 +33,23 @@ case "$*" in *--no-overwrite*) name=evaluation;; esac
 echo "$name $*" >> calls
 plan=$(cat "plan-$name" 2> /dev/null || true)
 [ $name != evaluation ] || mv "$out/stages.json" "$out/stages.json.old"
-if [ "$plan" = wait ]; then
-    signals=0
-    trap 'signals=$((signals + 1)); echo "$name" >> signals' TERM
-    echo $$ > "pid-$name"
-    for _ in {1..2400}; do [ $signals -ge "$(cat times)" ] && exit 130; sleep 0.05; done
-    exit 1
-fi
+[ "$plan" != wait ] || exec PYTHON -IS waiter.py "$name"
 [ "$plan" != fail ] || { while [ -e plan-grpo ] && [ ! -e pid-grpo ]; do sleep 0.05; done
                          echo "$name failed"; exit 1; }
 [ -z "$out" ] && exit
 mkdir -p "$out" && touch "$out/stages.json"
 [ $name = cold_start ] || touch "$out/evaluation.json"
+"""
+WAITER = f"""
+import os, signal, sys
+name = sys.argv[1]
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+open("pid-" + name, "w").write(f"{{os.getpid()}}\\n")
+for _ in range(int(open("times").read())):
+    if not signal.sigtimedwait([signal.SIGTERM], {PATIENCE_S}):
+        sys.exit(1)
+    open("signals", "a").write(name + "\\n")
+sys.exit(130)
 """
 
 
@@ -54,10 +61,11 @@ def folder(tmp_path):
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     for path in (python, python.with_name("pip")):
-        path.write_text(STAND_IN)
+        path.write_text(STAND_IN.replace("PYTHON", sys.executable))
         path.chmod(0o755)
     for name in ("requirements.txt", "requirements-smollm2.txt", "requirements-smollm2-weights.txt"):
         shutil.copy(tmp_path / name, tmp_path / ".venv")
+    (tmp_path / "waiter.py").write_text(WAITER)
     (tmp_path / "times").write_text("1")              # signals after which a waiting stand-in ends
     return tmp_path
 
