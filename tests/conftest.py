@@ -4,6 +4,7 @@ The model is random, but three commands and the two stop tokens are made likely:
 valid, invalid, malformed and overlong responses, all of which the engine has to handle.
 """
 
+import gc
 import json
 import os
 import signal
@@ -97,6 +98,21 @@ def pytest_configure():
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                      "TORCHELASTIC_RUN_ID"):
         os.environ.pop(variable, None)
+    gc.disable()                        # until all tests are known, which took a quarter longer with it
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark as fast what is not marked slow."""
+    for item in items:
+        if not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.fast)
+
+
+def pytest_collection_finish():
+    """Collect garbage from here on, without what is there now, modules and tests."""
+    gc.freeze()
+    gc.enable()
 
 
 class Corridor:

@@ -8,6 +8,7 @@ adds an environment, an algorithm or a script of the laboratory changes nothing 
 
 import ast
 import functools
+import gc
 import graphlib
 import os
 import re
@@ -58,15 +59,33 @@ def folder_of(path):
 
 
 @functools.cache
-@functools.cache
 def tree(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
+    """A file's syntax tree. It took most of the time to look for garbage, of which it has none."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    finally:
+        gc.enable()
+
+
+@functools.cache
+def nodes(parsed):
+    """All nodes of a syntax tree."""
+    return list(ast.walk(parsed))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_trees():
+    """After the last test here; else every later garbage collection would go through them."""
+    yield
+    tree.cache_clear()
+    nodes.cache_clear()
 
 
 def imports(parsed):
     """Every dotted name that a file imports, anywhere in it: "config.Config", "..game.Game", "..Task"."""
     found = set()
-    for node in ast.walk(parsed):
+    for node in nodes(parsed):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -92,6 +111,7 @@ def imported_files(parsed, package=""):
     return found - {None}
 
 
+@functools.cache
 def file_is_ours(place):
     return not place.startswith(("/", ".")) and (ROOT / place).is_file()
 
@@ -111,11 +131,11 @@ def spelled(parsed, package, names):
     A text is a string that is no docstring and no sentence: the name itself, or joined as in "envs/NAME".
     """
     documented = ast.Module, ast.ClassDef, ast.FunctionDef
-    docstrings = {id(node.body[0].value) for node in ast.walk(parsed)
+    docstrings = {id(node.body[0].value) for node in nodes(parsed)
                   if isinstance(node, documented) and ast.get_docstring(node)}
     found = [dotted for dotted in imports(parsed) if {*dotted.split(".")[1:2]} & names
              and dotted.split(".")[0] == package]
-    for node in ast.walk(parsed):
+    for node in nodes(parsed):
         if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == package:
             found.append(f"{node.lineno}: {ast.unparse(node)}")
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
@@ -132,11 +152,11 @@ def files_used_by(path):
     return imported_files(tree(path), ".".join(path.relative_to(ROOT).parent.parts))
 
 
+@pytest.mark.slow
 def test_no_import_circle():
     assert circle({name(path): files_used_by(path) for path in CODE}) == []
 
 
-@pytest.mark.fast
 def test_environments_import_environments_only_and_by_relative_names():
     """So that the folder works alone, and under another name: envs/pyproject.toml installs it as one."""
     ours = {path.stem for path in TOP} | {folder.name for folder in FOLDERS}
@@ -158,7 +178,6 @@ def arrows_up(graph, floors):
             if unit_of(file) != unit_of(used) and floor[unit_of(used)] >= floor[unit_of(file)]]
 
 
-@pytest.mark.fast
 def test_imports_point_down():
     """Between root files and folders; within a folder there are no circles, see above."""
     units = {unit_of(name(path)) for path in CODE}
@@ -166,19 +185,16 @@ def test_imports_point_down():
     assert arrows_up({name(path): files_used_by(path) for path in CODE}, FLOORS) == []
 
 
-@pytest.mark.fast
 def test_an_arrow_up_or_sideways_is_found():
     graph = {"a.py": {"b/c.py"}, "b/c.py": {"b/d.py"}, "b/d.py": {"e.py"}, "e.py": {"a.py"}}
     assert arrows_up(graph, (("a", "e"), ("b",))) == [("a.py", "b/c.py"), ("e.py", "a.py")]
 
 
-@pytest.mark.fast
 def test_no_other_import_is_relative():
     assert [(name(path), used) for path in CODE if folder_of(path) != "envs"
             for used in imports(tree(path)) if used.startswith(".")] == []
 
 
-@pytest.mark.fast
 def test_only_infra_knows_torch_distributed():
     found = {name(path) for path in CODE if DISTRIBUTED.search(path.read_text(encoding="utf-8"))}
     assert found == {"infra/job.py", "infra/parallel.py", "infra/checkpoint.py"}
@@ -186,7 +202,6 @@ def test_only_infra_knows_torch_distributed():
 
 # Environments and algorithms, names
 
-@pytest.mark.fast
 @pytest.mark.parametrize("package, base, flag", [
     (envs, envs.Environment, "env"), (algorithms, algorithms.Method, "algo")])
 def test_no_other_file_names_an_environment_or_an_algorithm(package, base, flag):
@@ -201,13 +216,12 @@ def test_no_other_file_names_an_environment_or_an_algorithm(package, base, flag)
 
 def names_in(parsed):
     """Every name that a file gives to something: functions, classes, parameters, attributes, variables."""
-    nodes = [node for node in ast.walk(parsed) if not isinstance(node, ast.alias)
+    named = [node for node in nodes(parsed) if not isinstance(node, ast.alias)
              and isinstance(getattr(node, "ctx", ast.Store()), ast.Store)]
-    return {getattr(node, field) for node in nodes for field in ("name", "id", "arg", "attr")
+    return {getattr(node, field) for node in named for field in ("name", "id", "arg", "attr")
             if hasattr(node, field)}
 
 
-@pytest.mark.fast
 def test_no_name_is_a_word_of_the_private_language():
     found = {name(path): names_in(tree(path)) & FORBIDDEN for path in [*CODE, *TESTS.rglob("*.py")]}
     assert {file: names for file, names in found.items() if names} == {}
@@ -215,26 +229,22 @@ def test_no_name_is_a_word_of_the_private_language():
 
 # Form
 
-@pytest.mark.fast
 def test_no_line_is_wider_than_a_window():
     found = [f"{name(path)}:{i}" for path in [*CODE, *TESTS.rglob("*.py")]
              for i, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1) if len(line) > 110]
     assert found == []
 
 
-@pytest.mark.fast
 def test_no_code_runs_between_fork_and_exec():
     """Popen's preexec_fn is Python in a forked process, and crashed where the parent had threads."""
-    assert [name(path) for path in CODE for node in ast.walk(tree(path))
+    assert [name(path) for path in CODE for node in nodes(tree(path))
             if isinstance(node, ast.keyword) and node.arg == "preexec_fn"] == []
 
 
-@pytest.mark.fast
 def test_a_file_opens_with_what_it_is():
     assert [name(path) for path in [*CODE, *TESTS.rglob("*.py")] if not ast.get_docstring(tree(path))] == []
 
 
-@pytest.mark.fast
 def test_a_file_does_nothing_when_imported():
     """After the docstring: imports, definitions, constants; what runs is under `if __name__ == "__main__"`.
 
@@ -254,6 +264,7 @@ def test_a_file_does_nothing_when_imported():
             if not is_quiet(node)] == []
 
 
+@pytest.mark.slow
 def test_importing_gcd_prints_nothing_and_writes_nothing(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", "import gcd"], cwd=tmp_path, env=environment, text=True,
@@ -264,7 +275,6 @@ def test_importing_gcd_prints_nothing_and_writes_nothing(tmp_path):
 
 # The checks themselves: what they should find
 
-@pytest.mark.fast
 def test_a_circle_is_found_and_what_a_file_imports():
     assert circle({"a": {"b"}, "b": {"c"}, "c": set()}) == [] != circle({"a": {"b"}, "b": {"c"}, "c": {"a"}})
     source = "import json, gcd\nif gcd:\n    from envs import Task, alfred\nfrom lm.model import Model"
@@ -275,7 +285,6 @@ def test_a_circle_is_found_and_what_a_file_imports():
     assert imported_files(ast.parse(source), "envs.alfred") == used
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("source", [
     "from envs import maze", "import envs.maze as m", "from envs.maze import Environment",
     "x = envs.maze.Environment", "if config.env == 'maze': pass", "f({'maze': 1})", "x = 'envs/maze.py'"])
@@ -283,7 +292,6 @@ def test_a_name_is_found_however_it_is_spelled(source):
     assert len(spelled(ast.parse(source), "envs", {"maze"})) == 1
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("source", [
     '"""Played in a maze."""', "# maze", "help = 'a maze, or rooms'", "maze = 1", "from envs import Task",
     "def f():\n    'maze'"])

@@ -107,6 +107,7 @@ def assert_ends_when_signalled(folder, process, name, signum):
     assert process.wait(PATIENCE_S) == 130 and not is_running(folder, name)
 
 
+@pytest.mark.slow
 def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
     process = run_sh(folder)
     assert process.wait(PATIENCE_S) == 0 and CONTINUES not in process.stderr.read()
@@ -120,7 +121,6 @@ def test_each_stage_runs_once_and_an_interrupted_one_resumes(folder):
     assert last.startswith("grpo ") and "--resume --overwrite" in last and "--no-gcd" in last
 
 
-@pytest.mark.fast
 def test_the_cold_start_is_evaluated_beside_rl_and_not_trained_again(folder):
     (folder / "plan-evaluation").write_text("wait")
     assert_ends_when_signalled(folder, with_both_waiting(folder), "evaluation", signal.SIGINT)
@@ -136,7 +136,6 @@ def test_the_cold_start_is_evaluated_beside_rl_and_not_trained_again(folder):
     assert sorted(stages(folder)[4:]) == ["evaluation", *METHODS]
 
 
-@pytest.mark.fast
 def test_an_evaluation_that_failed_is_repeated_alone(folder):
     for plan, status in (("fail", 1), ("", 0)):
         (folder / "plan-evaluation").write_text(plan)
@@ -145,7 +144,6 @@ def test_an_evaluation_that_failed_is_repeated_alone(folder):
     assert stages(folder)[4:] == ["evaluation", "report"]
 
 
-@pytest.mark.fast
 def test_another_seed_needs_another_folder(folder, monkeypatch):
     """Else the stages that have run are those of the first seed."""
     (folder / "runs/main/cold_start").mkdir(parents=True)
@@ -158,7 +156,6 @@ def test_another_seed_needs_another_folder(folder, monkeypatch):
     assert run_sh(folder).wait(PATIENCE_S) == 0 and stages(folder)[0] == "cold_start"
 
 
-@pytest.mark.fast
 def test_another_job_needs_another_folder(folder, monkeypatch):
     """Else its stages that have the same names count as run."""
     monkeypatch.setenv("OUT", "runs/both")
@@ -169,6 +166,7 @@ def test_another_job_needs_another_folder(folder, monkeypatch):
                                      "another OUT\n")
 
 
+@pytest.mark.slow
 def test_from_another_folder_paths_are_the_callers(folder, tmp_path_factory):
     """And CDPATH, which a shell may export, leads to no other clone."""
     caller = tmp_path_factory.mktemp("caller")
@@ -181,7 +179,6 @@ def test_from_another_folder_paths_are_the_callers(folder, tmp_path_factory):
     assert list(other.iterdir()) == []
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("arguments", [["alfwrld"], ["alfworld", "--seed"]])
 def test_the_first_unknown_argument_is_named(folder, arguments):
     process = run_sh(folder, *arguments)
@@ -189,7 +186,6 @@ def test_the_first_unknown_argument_is_named(folder, arguments):
     assert not (folder / "calls").exists()
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("venv", [True, False])
 def test_another_version_of_python_is_named_before_anything_is_installed(folder, venv, monkeypatch):
     """In .venv and in $PYTHON; a stand-in of which ends with 1, as an older one does when it is asked."""
@@ -205,7 +201,6 @@ def test_another_version_of_python_is_named_before_anything_is_installed(folder,
     assert stages(folder) == ["report"] and not (folder / ".venv" / "requirements.txt").exists()
 
 
-@pytest.mark.fast
 def test_if_one_method_fails_the_other_is_stopped(folder):
     (folder / "plan-grpo").write_text("wait")
     (folder / "plan-grpo+gcd").write_text("fail")
@@ -214,7 +209,6 @@ def test_if_one_method_fails_the_other_is_stopped(folder):
     assert (folder / "signals").read_text() == "grpo\n" and not is_running(folder, "grpo")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_passed_to_both_methods_once_and_waits_for_them(folder, signum):
     process = with_both_waiting(folder)
@@ -224,6 +218,7 @@ def test_a_signal_is_passed_to_both_methods_once_and_waits_for_them(folder, sign
     assert not is_running(folder, "grpo") and not is_running(folder, "grpo+gcd")
 
 
+@pytest.mark.slow
 def test_a_second_signal_is_passed_on_too(folder):
     """The methods then end at once; run.sh does not end before them."""
     (folder / "times").write_text("2")
@@ -237,7 +232,6 @@ def test_a_second_signal_is_passed_on_too(folder):
     assert sorted((folder / "signals").read_text().split()) == ["grpo", "grpo", "grpo+gcd", "grpo+gcd"]
 
 
-@pytest.mark.fast
 def test_a_signal_during_the_cold_start_is_passed_to_it(folder):
     (folder / "plan-cold_start").write_text("wait")
     assert_ends_when_signalled(folder, run_sh(folder), "cold_start", signal.SIGTERM)
@@ -251,7 +245,6 @@ def with_games(folder, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(folder / "data"))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("job, table, second", [
     ([], "default", []), (["alfworld"], "alfworld_hour", ["-part"])])
 def test_the_runs_are_those_of_the_table(folder, monkeypatch, job, table, second):
@@ -282,7 +275,6 @@ def settings_of(flags):
             if name not in ("out", "games", "evaluate", "device")}
 
 
-@pytest.mark.fast
 def test_without_the_games_the_error_explains_how_to_get_them(folder, monkeypatch):
     monkeypatch.setenv("ALFWORLD_DATA", str(folder / "nowhere"))
     process = run_sh(folder, "alfworld")
@@ -291,7 +283,6 @@ def test_without_the_games_the_error_explains_how_to_get_them(folder, monkeypatc
     assert "nowhere/json_2.1.1" in line and "envs.household download" in line
 
 
-@pytest.mark.fast
 def test_smollm_plays_imitates_and_plays_again_each_once(folder):
     for _ in range(2):
         assert run_sh(folder, "smollm").wait(PATIENCE_S) == 0
@@ -308,7 +299,6 @@ def test_smollm_plays_imitates_and_plays_again_each_once(folder):
     assert run_sh(folder, "smollm", "more").wait(PATIENCE_S) == 2
 
 
-@pytest.mark.fast
 def test_smollms_interrupted_stage_runs_again(folder):
     (folder / "plan-cold_start").write_text("wait")
     assert_ends_when_signalled(folder, run_sh(folder, "smollm"), "cold_start", signal.SIGINT)

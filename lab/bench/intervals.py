@@ -8,7 +8,7 @@ import math
 import statistics
 
 try:
-    from scipy import stats
+    from scipy.special import stdtrit  # t.ppf of scipy.stats, which takes a second to import
 except ModuleNotFoundError:                               # hours of runs may come before the first interval
     raise SystemExit("scipy is missing: pip install -r requirements-bench.txt") from None
 
@@ -21,7 +21,7 @@ def interval(values):
     n, known = len(values), list(values.values())
     half = None
     if n > 1:
-        half = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(known) / math.sqrt(n)
+        half = float(stdtrit(n - 1, 0.975)) * statistics.stdev(known) / math.sqrt(n)
     return {"mean": statistics.fmean(known) if known else None, "half": half, "seeds": values}
 
 

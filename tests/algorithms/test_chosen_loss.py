@@ -120,6 +120,7 @@ def gspo_token_loss(model, samples, unit, low, high):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", ["episode", "turn"])
 @pytest.mark.parametrize("microbatch", [1, 2048])
 def test_gspo_is_the_papers_where_a_sequence_has_one_advantage(model, samples, unit, microbatch):
@@ -137,6 +138,7 @@ def test_gspo_is_the_papers_where_a_sequence_has_one_advantage(model, samples, u
     assert (got - other).norm() > 0.1 * got.norm()
 
 
+@pytest.mark.slow
 def test_turns_of_an_episode_with_one_ratio_keep_their_own_advantages(model, samples):
     """The ratio's value is the episode's and its gradient the token's (Eq. 14). Eq. 7's own gradient would
     give every token the mean of the episode's advantages, and GiGPO's turns would be lost.
@@ -150,7 +152,6 @@ def test_turns_of_an_episode_with_one_ratio_keep_their_own_advantages(model, sam
     assert (got - averaged).norm() > 0.1 * got.norm()
 
 
-@pytest.mark.fast
 def test_gspos_defaults_are_the_papers_and_flags_override_them():
     settings = config.parse(["--algo", "gspo"]).settings()
     assert (settings["clip_low"], settings["clip_high"], settings["sequence"]) == (3e-4, 4e-4, "episode")
@@ -159,7 +160,6 @@ def test_gspos_defaults_are_the_papers_and_flags_override_them():
     assert (settings["clip_low"], settings["clip_high"], settings["lr"]) == (3e-4, 0.1, 1e-6)
 
 
-@pytest.mark.fast
 def test_a_ratio_per_turn_does_not_depend_on_whether_turns_share_a_sample(model):
     """With --history every turn is a sample of its own; the weights of --reduction episode stay."""
     _, objective = method_and_objective("--algo", "gspo", "--sequence", "turn", "--history", 2, *WIDE)
@@ -195,7 +195,6 @@ def cispo_loss(model, samples, high):
     return loss / tokens
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("clip_high", [0.1, 4.0])
 def test_cispo_is_the_papers(model, samples, clip_high):
     """There is no lower bound by default, and every token keeps a gradient."""
@@ -220,6 +219,7 @@ def ppo_loss(model, samples, high, unit):
     return sum(parts) / (unit if samples[0].kind == "policy" else len(parts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo, high, preset", [("dapo", 0.28, "small"), ("dapo", 0.28, "paper"),
                                                 ("dr_grpo", 0.2, "small"), ("dr_grpo", 0.2, "paper")])
 def test_dapo_and_dr_grpo_are_as_published(model, samples, algo, high, preset):
@@ -236,7 +236,6 @@ def test_dapo_and_dr_grpo_are_as_published(model, samples, algo, high, preset):
     assert_same(got, total(model, samples, lambda part: ppo_loss(model, part, high, unit)))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("algo, sampling", [("dapo", "refill"), ("dr_grpo", "keep")])
 def test_their_advantages_and_sampling(algo, sampling):
     """DAPO divides by the std, Dr. GRPO does not; neither has a KL."""
@@ -267,7 +266,6 @@ class GigpoCispo(cispo.Loss, gigpo.Method):
     pass
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("method, base, ratio", [
     (GigpoGspo, gigpo.Method, "turn"), (GigpoCispo, gigpo.Method, "token"),
     (RlvmrGspo, rlvmr.Method, "episode"), (RlvmrCispo, rlvmr.Method, "token")])
@@ -292,7 +290,6 @@ def test_a_loss_is_combined_with_any_advantages(model, method, base, ratio):
     assert_same(gradient(model, made, objective)[0], want)
 
 
-@pytest.mark.fast
 def test_defaults_of_base_classes_add_up(tmp_path):
     path = tmp_path / "both.py"
     path.write_text('"""Both."""\nfrom algorithms import cispo, reinforce\n\n\n'
@@ -330,6 +327,7 @@ class Method(grpo.Method):
 '''
 
 
+@pytest.mark.slow
 def test_gspo_is_one_file_outside_the_checkout(start, tmp_path):
     """It trains bit for bit as --algo gspo does, judge included, and not as GRPO does."""
     path = tmp_path / "mine.py"
@@ -345,6 +343,7 @@ def test_gspo_is_one_file_outside_the_checkout(start, tmp_path):
     assert [row["policy/lr"] for row in own] == [6e-4 / 2, 6e-4 / 2]        # warm-up 1/2, then decay 1/2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [("--algo", COMBINED), ("--algo", "cispo"), ("--algo", "dr_grpo"),
                                    ("--algo", "gspo", "--sequence", "turn", "--history", 2)])
 def test_gcd_trains_with_each(start, tmp_path, flags):
@@ -356,7 +355,6 @@ def test_gcd_trains_with_each(start, tmp_path, flags):
 
 # What is refused
 
-@pytest.mark.fast
 @pytest.mark.parametrize("body, expected", [
     ("los = 1", "class Method defines los, which"),
     ("def los(self, ratio_N, advantage_N): pass", "class Method defines los, which"),
@@ -382,7 +380,6 @@ WRONG_LOSSES = [
     ("(ratio_N / 0, advantage_N > 0)", "its loss is inf; expected finite numbers")]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("result, expected", WRONG_LOSSES)
 def test_a_wrong_loss_is_refused_before_the_step(model, samples, result, expected):
     class Method(algorithms.Method):
@@ -396,7 +393,6 @@ def test_a_wrong_loss_is_refused_before_the_step(model, samples, result, expecte
     assert torch.equal(flat(model.parameters()), before)
 
 
-@pytest.mark.fast
 def test_numbers_that_were_wrong_before_are_not_blamed_on_the_loss(model, samples):
     samples[2].logprob_old[samples[2].sampled.index(True)] = math.nan
     _, objective = method_and_objective("--algo", "cispo")
@@ -404,6 +400,7 @@ def test_numbers_that_were_wrong_before_are_not_blamed_on_the_loss(model, sample
         update.update(model, Recorder(model), samples, objective, lr=0.0)
 
 
+@pytest.mark.slow
 def test_a_wrong_loss_is_one_line_that_names_the_file(start, tmp_path, capsys):
     path = tmp_path / "mine.py"
     path.write_text(OWN_GSPO.lstrip().replace("return -torch", "return 0 * ratio_N.log() / 0 - torch"))

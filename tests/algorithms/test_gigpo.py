@@ -27,9 +27,6 @@ from hand_made import (
 
 from algorithms import gigpo
 
-pytestmark = pytest.mark.fast
-
-
 # Full episodes
 
 def step_returns(episode, settings):

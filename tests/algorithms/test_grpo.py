@@ -23,8 +23,6 @@ from hand_made import (
 import gcd
 from algorithms import rewards
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.mark.parametrize("changes", [{}, {"normalize_std": True}, SUCCESS_10, {"invalid": "format"},
                                      {"normalize_std": True, **SUCCESS_10}, {"variant": "code"}, CODE,

@@ -41,6 +41,7 @@ from lm.chat import TAGS, Chat
 
 # The small model
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags, key", [
     ("--algo gigpo", "gigpo/anchor_1_frac"),
     ("--algo gigpo --variant code --step-weight 2", "gigpo/anchor_17+_frac"),
@@ -58,12 +59,14 @@ def test_a_method_changes_the_weights_and_is_logged(start, trained, tmp_path, fl
     assert not same(weights(trained), weights(tmp_path))
 
 
+@pytest.mark.slow
 def test_value_heads_train_in_bf16(start, tmp_path):
     flags = "--dtype bfloat16 --dynamic-sampling keep --algo ppo --tasks 4 --group-size 1 --judge-kind value"
     assert train(tmp_path, *start_from(start), *flags.split()) == 0
     assert all(row["policy/logprob_gap_nats"] < 0.1 for row in rows(tmp_path))
 
 
+@pytest.mark.slow
 def test_rlvmr_starts_from_a_cold_start_with_tags(tmp_path, tmp_path_factory):
     """A model with such a cold start responds with tags under other algorithms too."""
     tagged = cold_started(tmp_path_factory, "--prompt", "tags")
@@ -82,6 +85,7 @@ def instructed(tmp_path_factory):
     return cold_started(tmp_path_factory, "--instructions")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("control, stays", [("critiques", "--correction-at-evaluation"),
                                             ("irrelevant", "--no-correction-at-evaluation")])
 def test_correction_logs_its_source_and_is_used_at_evaluation_if_the_flag_is_set(
@@ -122,6 +126,7 @@ def games():
     return GAMES
 
 
+@pytest.mark.slow
 def test_an_answer_must_have_room_for_a_verdict(qwen_folder, tmp_path, capsys):
     """The small preset's 4 tokens are for one that is a word."""
     flags = ["--model", qwen_folder, "--preset", "small", "--demonstrations", 0]
@@ -129,6 +134,7 @@ def test_an_answer_must_have_room_for_a_verdict(qwen_folder, tmp_path, capsys):
     assert_one_error(capsys, "--judge-response-tokens=4: with --prompt think a verdict has ")
 
 
+@pytest.mark.slow
 @needs_qwen
 def test_a_hugging_face_model_trains_on_real_games(games, tmp_path):
     """With the real tokenizer and the paper's preset, the default for such models. No episode is won; the KL
@@ -313,6 +319,7 @@ def train_scripted(monkeypatch, qwen_folder, short_games, engines, guide, tmp_pa
     return train_in
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("benchmark, method", CASES)
 def test_every_method_trains_a_hugging_face_model_and_some_on_the_engines(train_scripted, qwen_folder,
                                                                           tmp_path, benchmark, method):
@@ -348,6 +355,7 @@ def test_every_method_trains_a_hugging_face_model_and_some_on_the_engines(train_
         assert isinstance(row["made_from"], kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, style", [("Qwen3", "think"), ("Qwen3", "tags"), ("Qwen3", "plain"),
                                            ("Llama", "plain")])
 def test_a_family_trains_with_thoughts_and_without(train_scripted, short_qwen3, tmp_path_factory, tmp_path,
@@ -371,6 +379,7 @@ def test_a_family_trains_with_thoughts_and_without(train_scripted, short_qwen3, 
     assert_loads_in_transformers(tmp_path / "checkpoint", "<think>a fridge 1</think>")
 
 
+@pytest.mark.slow
 def test_nthr_computes_in_bf16(train_scripted):
     found = train_scripted("household", "--algo", "nthr", "--no-gcd", "--dtype", "bfloat16")
     assert all(row["nthr/mixed_frac"] == 1 and row["policy/logprob_gap_nats"] < 0.1 for row in found)
@@ -384,6 +393,7 @@ def jvm_of(game):
     return game.jvm.process
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("benchmark, kind, process_of, most", [
     ("alfworld", _workers.WorkerGame, worker_of_alfworld, 4),                 # two workers run four games
     ("scienceworld", scienceworld.ScienceWorld, jvm_of, 1)], ids=["alfworld", "scienceworld"])
@@ -405,6 +415,7 @@ def test_an_engine_killed_in_an_episode_is_replaced_and_counted(train_scripted, 
     assert 1 <= row["rollout/restarts"] <= most
 
 
+@pytest.mark.slow
 def test_a_large_model_writes_thoughts_and_labels(qwen_folder, tmp_path, monkeypatch, request):
     """A local server writes the demonstrations' thoughts and labels; a second run uses only the cache."""
     pytest.importorskip("openai")

@@ -22,9 +22,6 @@ from envs import Task
 from infra import parallel
 from rollout import Episode, Turn
 
-pytestmark = pytest.mark.fast
-
-
 # The equations
 
 def token_group(seed, vocabulary=11, d=6):

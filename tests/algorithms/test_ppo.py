@@ -43,7 +43,6 @@ from lm.engine import Sampling
 from lm.optim import adamw
 from update import Objective
 
-pytestmark = pytest.mark.fast
 VARIANTS = ["paper", "code"]
 
 

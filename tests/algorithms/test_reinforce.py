@@ -21,8 +21,6 @@ from hand_made import (
 
 from algorithms import reinforce
 
-pytestmark = pytest.mark.fast
-
 
 def by_double_loop(episodes, settings):
     """The advantage of each sampled token, turn by turn, with the penalties of `turn.kl` if any."""

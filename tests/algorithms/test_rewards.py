@@ -25,8 +25,6 @@ from algorithms import rewards
 from algorithms.rewards import Settings
 from infra import parallel
 
-pytestmark = pytest.mark.fast
-
 
 def random_groups(seed):
     """reward_E, group_E and turns_E of random episodes."""

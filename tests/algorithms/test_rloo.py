@@ -18,8 +18,6 @@ from hand_made import (
 
 from algorithms import rloo
 
-pytestmark = pytest.mark.fast
-
 
 def test_leave_one_out_by_hand():
     """Rewards 1, 0 and 0.5 of task 7: the means of the others are 0.25, 0.75 and 0.5. Task 2: 1 and 3."""

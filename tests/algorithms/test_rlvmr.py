@@ -24,9 +24,6 @@ from hand_made import (
 
 from algorithms import rlvmr
 
-pytestmark = pytest.mark.fast
-
-
 # Tag rewards
 
 @pytest.mark.parametrize("tags, actions, valid, won, tag_reward, tag_group", [

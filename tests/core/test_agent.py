@@ -1,6 +1,6 @@
 """Proves the library: gcd.load, agent.play, print(episode), agent.judge, gcd.train, and examples/tour.py.
 
-    python -m pytest tests/core/test_agent.py          # about 40 s on one core, `-m fast` about 20 s
+    python -m pytest tests/core/test_agent.py          # about 40 s on one core
 
 P(good) itself, by hand and by sampling, is in tests/report/test_play.py.
 """
@@ -43,6 +43,7 @@ def player():
     return gcd.load(COMMITTED)
 
 
+@pytest.mark.slow
 def test_it_plays_where_it_is_told_to(monkeypatch):
     """On the CPU by default, and never silently there if it was to be a GPU."""
     devices, load = [], decoder.load_pretrained
@@ -66,6 +67,7 @@ def options(flags):
 
 # Examples
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module, examples", [(agent, 4), (gcd, 1)])
 def test_the_docstrings_examples(module, examples, player, monkeypatch):
     """The names `agent` and `episode` are those of the docstring of agent.py."""
@@ -78,6 +80,7 @@ def test_the_docstrings_examples(module, examples, player, monkeypatch):
     assert found == examples
 
 
+@pytest.mark.slow
 def test_the_tour_writes_a_report(tmp_path, monkeypatch, capsys):
     """With fewer demonstrations and games, from a folder in which Python would not find the project."""
     learn, few = gcd.train, {"demonstrations": 60, "judge_demonstrations": 20, "evaluate_tasks": 12}
@@ -97,6 +100,7 @@ def test_the_tour_writes_a_report(tmp_path, monkeypatch, capsys):
 
 # Playing
 
+@pytest.mark.slow
 def test_play_is_the_episode_that_a_run_would_play(player):
     """rollout.play with the same model, flags and stream."""
     settings = config.parse(["--model", str(COMMITTED), "--demonstrations", "0"])
@@ -109,12 +113,14 @@ def test_play_is_the_episode_that_a_run_would_play(player):
     assert len({json.dumps([turn.response_ids for turn in other.turns]) for other in others}) > 1
 
 
+@pytest.mark.slow
 def test_play_uses_the_settings_of_load_unless_it_is_given_others():
     briefly = gcd.load(COMMITTED, max_turns=2, env=ROOT / "envs" / "household.py")
     assert len(briefly.play("household", "L0/3").turns) == 2
     assert len(briefly.play("household", "L0/3", max_turns=3).turns) == 3
 
 
+@pytest.mark.slow
 def test_an_agent_needs_not_the_folder_that_the_program_was_in(monkeypatch, tmp_path):
     """As in a notebook, after os.chdir."""
     monkeypatch.chdir(COMMITTED.parent)
@@ -123,7 +129,7 @@ def test_an_agent_needs_not_the_folder_that_the_program_was_in(monkeypatch, tmp_
     assert moved.judge_auc() and moved.play("household", "L0/3", max_turns=1).turns
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_small_model_plays_and_judges_on_one_thread_and_leaves_the_number_as_it_was(player, monkeypatch):
     used, forward = [], decoder.Model.forward
     monkeypatch.setattr(decoder.Model, "forward", lambda model, *given, **more: used.append(
@@ -138,7 +144,6 @@ def test_a_small_model_plays_and_judges_on_one_thread_and_leaves_the_number_as_i
         torch.set_num_threads(before)
 
 
-@pytest.mark.fast
 def test_a_thread_trains_without_signals():
     """Only the main thread may handle them."""
     found = []
@@ -148,7 +153,7 @@ def test_a_thread_trains_without_signals():
     assert found == [False]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_an_episode_prints_as_a_transcript(player):
     episode = player.play("household", "L0/3", max_turns=3)
     first, *_, last = str(episode).splitlines()
@@ -160,13 +165,13 @@ def test_an_episode_prints_as_a_transcript(player):
     assert all(turn.observation in str(episode) for turn in episode.turns)
 
 
-@pytest.mark.fast
 def test_judge_is_p_good_of_that_turn(player):
     episode = player.play("household", "L0/3", max_turns=3)
     for number, turn in enumerate(episode.turns):
         assert player.judge(episode, number) == player.probability_good(turn.prompt_ids, turn.response_ids)
 
 
+@pytest.mark.slow
 def test_a_value_heads_p_good_is_its_sigmoid(start, tmp_path):
     """Exact, by an uncached forward."""
     assert train(tmp_path, *start_from(start), "--judge-kind", "value", "--iterations", 1) == 0
@@ -182,6 +187,7 @@ def test_a_value_heads_p_good_is_its_sigmoid(start, tmp_path):
         "clip_frac", "logprob_gap_nats", "logprob_gap_max_nats"))
 
 
+@pytest.mark.slow
 def test_a_value_head_that_is_trained_no_more_is_dropped(start, tmp_path):
     """Else `judge` would read it, and not the verdicts that were trained meanwhile."""
     headed = shutil.copytree(start, tmp_path / "headed")
@@ -191,6 +197,7 @@ def test_a_value_head_that_is_trained_no_more_is_dropped(start, tmp_path):
     assert not gcd.load(tmp_path / "run" / "checkpoint").model.config.value_head
 
 
+@pytest.mark.slow
 def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path):
     folder = shutil.copytree(start, tmp_path / "model")
     trainer = torch.load(folder / "trainer.pt", weights_only=True)
@@ -211,12 +218,14 @@ def test_play_has_the_instruction_under_which_the_run_evaluates(start, tmp_path)
     assert gcd.load(folder).play("household", "L0/0", max_turns=1).turns[0].prompt_ids == played[0]
 
 
+@pytest.mark.slow
 def test_what_only_rl_needs_is_not_checked_of_a_player():
     for settings in ({"context": 64, "max_response_tokens": 16}, {"tasks": 2, "group_size": 1},
                      {"iterations": 5, "warmup": 5}, {"correction": "critiques"}):
         assert gcd.load(COMMITTED, **settings).config.iterations == 0
 
 
+@pytest.mark.slow
 def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_path):
     folder = shutil.copytree(start, tmp_path / "model")
     trainer = torch.load(folder / "trainer.pt", weights_only=True)
@@ -243,6 +252,7 @@ def test_a_folder_is_prompted_as_its_run_did_unless_told_otherwise(start, tmp_pa
     assert resume.prompting_of(folder, "household")["prompt"] == "auto"
 
 
+@pytest.mark.slow
 def test_a_folder_runs_no_code_that_its_run_names(start, tmp_path):
     """As weights_only=True is to make sure."""
     folder, evil = shutil.copytree(start, tmp_path / "run" / "checkpoint"), tmp_path / "evil.py"
@@ -256,6 +266,7 @@ def test_a_folder_runs_no_code_that_its_run_names(start, tmp_path):
     assert (folder.parent / "report.html").exists() and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.slow
 def test_a_value_after_an_environments_name_is_its_first_setting_in_play_too():
     player = gcd.load(COMMITTED, env="household:nowhere")
     with pytest.raises(ValueError, match="--games=nowhere"):
@@ -263,6 +274,7 @@ def test_a_value_after_an_environments_name_is_its_first_setting_in_play_too():
     player.play("household", "L0/0", games="", max_turns=1)
 
 
+@pytest.mark.slow
 def test_weights_are_fp32_unless_a_dtype_is_given():
     for settings, dtype in (({}, torch.float32), ({"dtype": "bfloat16"}, torch.bfloat16)):
         assert {p.dtype for p in gcd.load(COMMITTED, **settings).model.parameters()} == {dtype}
@@ -270,7 +282,6 @@ def test_weights_are_fp32_unless_a_dtype_is_given():
 
 # The judge's AUC
 
-@pytest.mark.fast
 def test_judge_auc_is_the_mean_of_the_last_ten_iterations(player, tmp_path):
     """Of the run's metrics, if any, else of judge.json; unmeasured iterations are left out."""
     shutil.copytree(COMMITTED, tmp_path / "checkpoint")
@@ -294,7 +305,6 @@ def test_judge_auc_is_the_mean_of_the_last_ten_iterations(player, tmp_path):
 
 # Bad input
 
-@pytest.mark.fast
 def test_load_refuses_a_folder_without_a_model(tmp_path):
     with pytest.raises(ValueError, match="nowhere: no such folder"):
         gcd.load(tmp_path / "nowhere")
@@ -311,7 +321,7 @@ def test_load_refuses_a_folder_without_a_model(tmp_path):
         gcd.load(tmp_path / "model")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_load_never_plays_beyond_a_models_positions(tmp_path):
     shutil.copytree(COMMITTED, tmp_path / "model")
     settings = json.loads((COMMITTED / "config.json").read_text()) | {"max_position_embeddings": 600}
@@ -330,7 +340,6 @@ def test_load_never_plays_beyond_a_models_positions(tmp_path):
         gcd.load(tmp_path / "model", temperature=1.0)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("settings, message", [
     ({"max_turns": 0}, "--max-turns=0: expected 1"), ({"frobnicate": 1}, "--frobnicate"),
     ({"prompt": "think", "algo": "rlvmr"}, "--prompt=think"),
@@ -340,7 +349,7 @@ def test_load_refuses_wrong_settings(settings, message):
         gcd.load(COMMITTED, **settings)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("env, task, settings, message", [
     ("nowhere", "L0/3", {}, "--env=nowhere: expected one of "), ("envs/nowhere.py", "L0/3", {}, "nowhere.py"),
     ("household", "L9/3", {}, "task 'L9/3': expected SPLIT/NUMBER, the split one of "),
@@ -358,7 +367,6 @@ def test_play_refuses_what_does_not_exist(player, env, task, settings, message):
         player.play(env, task, **settings)
 
 
-@pytest.mark.fast
 def test_a_task_is_found_by_its_id_before_its_number():
     """As episodes.jsonl has it; the numbers in an environment's ids may be others than those of its tasks."""
     tasks = [Task(name, "test", "t", None) for name in ("test/1", "test/0", "elsewhere/a")]
@@ -374,7 +382,6 @@ def test_a_task_is_found_by_its_id_before_its_number():
         agent.task_named(environment, "elsewhere/b")
 
 
-@pytest.mark.fast
 def test_judge_refuses_a_turn_that_does_not_exist(player):
     episode = player.play("household", "L0/3", max_turns=2)
     for turn in (-1, 2):
@@ -388,6 +395,7 @@ def handlers():
     return {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
 
 
+@pytest.mark.slow
 def test_train_equals_the_command(start, tmp_path):
     """The same weights and metrics; signal handlers are restored, and no process group is left."""
     before = handlers()
@@ -402,6 +410,7 @@ def test_train_equals_the_command(start, tmp_path):
     assert same(state, weights(library)) and trained.config.model == str(library / "checkpoint")
 
 
+@pytest.mark.slow
 def test_train_returns_the_runs_model_under_flags_that_playing_refuses_and_where_nothing_is_left(
         start, tmp_path, monkeypatch):
     """Flags of training that need others, and a resumed run that only evaluates its own checkpoint."""
@@ -418,7 +427,6 @@ def test_train_returns_the_runs_model_under_flags_that_playing_refuses_and_where
     assert gcd.train(**again).config.model == str(tmp_path / "checkpoint")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("settings, message", [
     ({"lr": "nan"}, "--lr=nan"), ({"frobnicate": 1}, "--frobnicate: no such flag"),
     ({"iterations": True}, "--iterations"), ({"env": "nowhere"}, "--env=nowhere"),
@@ -432,6 +440,7 @@ def test_train_refuses_wrong_settings_before_any_work(tmp_path, settings, messag
     assert not (tmp_path / "out").exists() and handlers() == before and not parallel.is_distributed()
 
 
+@pytest.mark.slow
 def test_an_error_found_later_restores_the_signals_too_and_frees_the_folder(start, tmp_path, monkeypatch):
     before = handlers()
     settings = options(TINY) | {"model": start, "demonstrations": 0, "out": tmp_path / "out"}
@@ -445,6 +454,7 @@ def test_an_error_found_later_restores_the_signals_too_and_frees_the_folder(star
     gcd.train(**settings, overwrite=True)                # the folder's lock is free
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_raises_keyboard_interrupt(start, tmp_path, monkeypatch):
     """Once to stop and save, as on the command line; then --resume continues."""
     settings = options(TINY) | {"model": start, "demonstrations": 0, "out": tmp_path / "out"}
@@ -465,6 +475,7 @@ def test_ctrl_c_saves_and_raises_keyboard_interrupt(start, tmp_path, monkeypatch
 
 # A run without judged turns
 
+@pytest.mark.slow
 def test_an_iteration_without_judged_turns_is_reported_once(start, tmp_path, capsys):
     """Dense labels need wins or revisits; one turn of a weak model gives neither."""
     flags = ["--judge-labels", "dense", "--max-turns", 1]
@@ -475,7 +486,6 @@ def test_an_iteration_without_judged_turns_is_reported_once(start, tmp_path, cap
     assert [row["judge/turns"] for row in rows(tmp_path)] == [0, 0]
 
 
-@pytest.mark.fast
 def test_why_none_counts_the_labels_of_each_class():
     places = [(0, 0, "bad"), (0, 1, "bad"), (1, 0, "bad")]
     assert judge.choose(places, "dense", 4, 0) == []
@@ -484,7 +494,6 @@ def test_why_none_counts_the_labels_of_each_class():
         "labels 0 good and 3 bad, and both are needed; try another kind, a larger --context, or --no-gcd")
 
 
-@pytest.mark.fast
 def test_each_kind_of_warning_is_printed_once(capsys):
     run = SimpleNamespace(warned=set())
     for kind, message in (("a", "first"), ("a", "second"), ("b", "third")):
@@ -492,7 +501,6 @@ def test_each_kind_of_warning_is_printed_once(capsys):
     assert capsys.readouterr().err == "first\nthird\n"
 
 
-@pytest.mark.fast
 def test_the_task_after_the_last_is_none():
     environment = SimpleNamespace(splits=("dev",), split_tasks=lambda name: [Task("x", "dev", "look", None)])
     with pytest.raises(ValueError, match="dev has tasks 0 to 0"):

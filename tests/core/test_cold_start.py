@@ -81,7 +81,6 @@ def styled(request, tokenizer):
 
 # Replays
 
-@pytest.mark.fast
 @pytest.mark.parametrize("history", [0, 2])
 def test_a_replay_equals_the_live_episode(styled, demonstrations, history):
     valid = set()
@@ -97,7 +96,6 @@ def test_a_replay_equals_the_live_episode(styled, demonstrations, history):
     assert valid == {True, False}                                 # both were compared
 
 
-@pytest.mark.fast
 def test_a_replay_is_the_demonstration_as_a_transcript(chat, demonstrations):
     for task, demonstration in demonstrations:
         episode = replay(chat, demonstration, EpisodeSpec(task, 3, 0, 7))
@@ -115,7 +113,6 @@ def test_a_replay_is_the_demonstration_as_a_transcript(chat, demonstrations):
         assert episode.final_observation == demonstration.replies[-1].observation
 
 
-@pytest.mark.fast
 def test_valid_is_taken_from_an_engine_that_reports_it(chat):
     """ScienceWorld lists templates, which contain no literal command."""
     replies = [Reply("A room.", ["open OBJ"], False, False, ("door",)),
@@ -126,7 +123,6 @@ def test_valid_is_taken_from_an_engine_that_reports_it(chat):
     assert episode.won and episode.score_100 == 100.0
 
 
-@pytest.mark.fast
 def test_a_demonstrated_command_has_to_be_read_as_it_was_given(tokenizer):
     """Else the game's replies, of which a response without a command takes none, would come a turn late."""
     chat = Chat(tokenizer, "think", environment=household.Environment())
@@ -138,13 +134,11 @@ def test_a_demonstrated_command_has_to_be_read_as_it_was_given(tokenizer):
 
 # Tags by rule
 
-@pytest.mark.fast
 def test_tags_of_the_script(tokenizer):
     episode = replay(Chat(tokenizer, "tags"), scripted())
     assert [turn.tag for turn in episode.turns] == [line[3] for line in SCRIPT]
 
 
-@pytest.mark.fast
 def test_the_environments_search_verbs_decide_the_tag(tokenizer):
     spec, demonstration = make_spec(), scripted()
     for searches, tag in ((("open",), "explore"), ((), "monitor")):
@@ -152,7 +146,6 @@ def test_the_environments_search_verbs_decide_the_tag(tokenizer):
         assert [turn.tag for turn in episode.turns] == ["planning", tag, *(line[3] for line in SCRIPT[2:])]
 
 
-@pytest.mark.fast
 def test_tagged_demonstrations_parse_back_to_their_tags(tokenizer, demonstrations):
     chat, found = Chat(tokenizer, "tags"), set()
     for task, demonstration in demonstrations:
@@ -163,7 +156,7 @@ def test_tagged_demonstrations_parse_back_to_their_tags(tokenizer, demonstration
     assert found == set(TAGS)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["think", "tags"])
 def test_a_large_models_demonstrations_parse_back(qwen_tokenizer, style):
     chat = Chat(qwen_tokenizer, style)
@@ -183,7 +176,6 @@ def weights_of(episode):
     return [turn.advantage for turn in episode.turns]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("instruction, left_out", [
     ("", []), (KINDS["refused"], [2]), (KINDS["revisited"], [4]), (KINDS["repeated"], []),
     (f"{KINDS['revisited']} {KINDS['refused']}", [2, 4]),
@@ -252,7 +244,6 @@ def starts(episodes):
     return [episode.turns[0].observation for episode in episodes]
 
 
-@pytest.mark.fast
 def test_lost_demonstrations_are_not_kept(chat):
     script = [scripted(won=won, start=f"Room {i}.") for i, won in enumerate([True, False, True, False])]
     episodes = cold_start.demonstrate(make_run(chat, script=script), 0, 4, 0.05)
@@ -265,7 +256,6 @@ def tokens(turn):
     return len(turn.prompt_ids) + len(turn.response_ids)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("spare, kept", [(0, ["short", "long"]), (-1, ["short"])])
 def test_demonstrations_that_do_not_fit_the_context_are_not_kept(chat, spare, kept):
     script = [scripted(SCRIPT[-1:], start="short"), scripted(start="long")]
@@ -274,7 +264,6 @@ def test_demonstrations_that_do_not_fit_the_context_are_not_kept(chat, spare, ke
     assert starts(cold_start.demonstrate(run, 0, 2, 0.05)) == kept
 
 
-@pytest.mark.fast
 def test_with_a_history_window_every_turn_must_fit_not_only_the_last(chat):
     """In a re-rendered conversation the longest prompt may be in the middle."""
     middle = [("look", "a long text " * 20, False, ""), *[("look", "short", False, "")] * 4]
@@ -289,7 +278,6 @@ def test_with_a_history_window_every_turn_must_fit_not_only_the_last(chat):
         cold_start.demonstrate(run, 0, 1, 0.05)
 
 
-@pytest.mark.fast
 def test_without_a_demonstration_for_the_judge_no_question_is_shown(chat):
     """The policy's are needed, these are not: the policy is trained by then."""
     run = make_run(chat, "--judge-demonstrations", 2, script=[scripted(won=False)] * 2)
@@ -298,7 +286,6 @@ def test_without_a_demonstration_for_the_judge_no_question_is_shown(chat):
     assert run.rows[1]["warning"].startswith("--judge-demonstrations=2: none was won in --max-turns=30")
 
 
-@pytest.mark.fast
 def test_the_outcomes_of_the_demonstrations_are_logged(chat):
     """Kept, not won, lost: an engine that dies costs one demonstration and no more."""
     run = make_run(chat, script=[scripted(start="a"), scripted(won=False), EpisodeLost("gone"),
@@ -308,7 +295,6 @@ def test_the_outcomes_of_the_demonstrations_are_logged(chat):
                          "lost": 1, "tries 2": 1, "restarts": 1}]
 
 
-@pytest.mark.fast
 def test_few_kept_demonstrations_are_a_warning(chat):
     """Fewer than half: it says why, which task types have none, and which flags may help."""
     tasks = config.parse_or_exit([]).environment.train_tasks("all", 0, 7)
@@ -324,7 +310,6 @@ def test_few_kept_demonstrations_are_a_warning(chat):
                        "2048) may help")
 
 
-@pytest.mark.fast
 def test_a_demonstrated_response_that_the_model_cannot_give_is_a_warning(chat):
     """Once, with the longest of those that are kept: not of the episode that is lost here."""
     longer = scripted([("look" * n, "A room.", False, "") for n in (9, 30)])
@@ -340,7 +325,6 @@ def test_a_demonstrated_response_that_the_model_cannot_give_is_a_warning(chat):
             "response cannot be given by the model"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("script", "required", "expected"), [
     ([scripted(), scripted(), scripted(won=False)], True, ""),
     ([scripted(), scripted(won=False)], True, ""),                             # half
@@ -356,7 +340,7 @@ def test_the_warning_names_the_flag_and_what_applies(chat, script, required, exp
                for text in warnings)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_experts_demonstrations_are_fixed_by_seed_and_index(chat):
     """A task's demonstration does not depend on which others are made; other indices have other ones."""
     run = make_run(chat)
@@ -369,6 +353,7 @@ def test_the_experts_demonstrations_are_fixed_by_seed_and_index(chat):
     assert all(episode.won for episode in careful)
 
 
+@pytest.mark.slow
 def test_demonstrations_are_of_the_requested_types(chat):
     for kind, allowed in (("part", rooms.TRAINED_TYPES), ("all", rooms.ALL_TYPES)):
         episodes = cold_start.demonstrate(make_run(chat, cold_start_types=kind), 0, 30, 0.0)
@@ -376,7 +361,7 @@ def test_demonstrations_are_of_the_requested_types(chat):
         assert types <= set(allowed) and (types <= set(rooms.TRAINED_TYPES)) == (kind == "part")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_instructions_do_not_depend_on_what_an_expert_draws_from_its_seed(chat, monkeypatch):
     """Else those with an instruction would have no first mistake."""
     drawn, run = [], make_run(chat, "--instructions")
@@ -386,6 +371,7 @@ def test_instructions_do_not_depend_on_what_an_expert_draws_from_its_seed(chat, 
     assert len(drawn) == 8 and not {*drawn} & {random.Random(seed).random() for seed in seeds}
 
 
+@pytest.mark.slow
 def test_a_random_half_has_instructions(chat):
     """An instruction precedes the first observation, and decides which mistakes have weight 0."""
     episodes, instructions = cold_start.demonstrate(make_run(chat, "--instructions"), 0, 24, 0.3), []
@@ -407,7 +393,7 @@ def test_a_random_half_has_instructions(chat):
     assert [e.turns[0].response for e in plain] == [e.turns[0].response for e in episodes]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["think", "tags"])
 def test_thoughts_come_from_the_endpoint_and_cannot_break_a_response(qwen_tokenizer, style):
     """A large model may write tags, line breaks or no text at all; every command still parses."""
@@ -432,7 +418,6 @@ def test_thoughts_come_from_the_endpoint_and_cannot_break_a_response(qwen_tokeni
 
 # The judge's part
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind", ["generative", "value"])
 def test_judge_questions_are_balanced(chat, kind):
     run = make_run(chat, "--judge-demonstrations", 20, "--judge-labels", "oracle", "--judge-kind", kind)
@@ -452,7 +437,6 @@ def test_judge_questions_are_balanced(chat, kind):
     assert (logged["phase"], logged["asked"], logged["kept"]) == ("judge demonstrations", 20, 20)
 
 
-@pytest.mark.fast
 def test_without_a_turn_of_each_label_the_cold_start_says_that_it_asks_nothing(chat, monkeypatch):
     monkeypatch.setattr(judge, "label_turns", lambda episode, *more: ["good"] * len(episode.turns))
     run = make_run(chat, "--judge-demonstrations", 4)
@@ -462,6 +446,7 @@ def test_without_a_turn_of_each_label_the_cold_start_says_that_it_asks_nothing(c
     assert " and 0 bad" in warning and warning.endswith(", or --judge-demonstrations 0")
 
 
+@pytest.mark.slow
 def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeypatch):
     """Reasoning and verdict; the endpoint's question is about the turn whose answer it becomes."""
     batches, chat = [], Chat(tokenizer, "think")
@@ -478,7 +463,6 @@ def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeyp
         assert re.findall(r"^> (.*)$", question, re.MULTILINE) == commands
 
 
-@pytest.mark.fast
 def test_no_judge_demonstrations_no_questions(chat):
     assert cold_start.judge_samples(make_run(chat, "--judge-demonstrations", 0), never) == []
 
@@ -497,7 +481,6 @@ def make_samples(episodes, pairs, rng):
     return samples + [sample(p, k, "judge") for p in range(pairs) for k in range(2)]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("episodes, pairs, n", [(12, 4, 4), (11, 7, 3), (5, 0, 2), (3, 9, 1)])
 def test_batches_do_not_split_episodes_or_pairs(episodes, pairs, n):
     samples = make_samples(episodes, pairs, random.Random(0))
@@ -510,7 +493,6 @@ def test_batches_do_not_split_episodes_or_pairs(episodes, pairs, n):
         assert max(map(len, groups)) - min(map(len, groups)) <= 1
 
 
-@pytest.mark.fast
 def test_batches_are_drawn_from_the_generator():
     samples = make_samples(20, 6, random.Random(0))
     first, same, other = ([[s.ids for s in batch] for batch in cold_start.shuffled_batches(
@@ -519,7 +501,6 @@ def test_batches_are_drawn_from_the_generator():
     assert sum(first, []) != [s.ids for s in samples]
 
 
-@pytest.mark.fast
 def test_imitation_uses_each_sample_once_an_epoch_and_decays_the_learning_rate(chat):
     run, stops = make_run(chat, "--cold-start-lr", 0.01), []
     samples = make_samples(9, 4, random.Random(1))
@@ -537,7 +518,6 @@ def test_imitation_uses_each_sample_once_an_epoch_and_decays_the_learning_rate(c
     assert stops == [*range(101, 113)]
 
 
-@pytest.mark.fast
 def test_ranks_split_a_step():
     samples = make_samples(9, 4, random.Random(2))
     alone, *ranks = runs = [make_run(None), make_run(None, ranks=2, rank=0), make_run(None, ranks=2, rank=1)]
@@ -552,7 +532,7 @@ def test_ranks_split_a_step():
             assert abs(shares[0] - shares[1]) <= 1
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_first_stage_trains_the_policy_and_the_second_both(chat):
     run = make_run(chat, "--demonstrations", 8, "--judge-demonstrations", 6, "--judge-labels", "oracle",
                    "--cold-start-epochs", 2, "--judge-epochs", 1)
@@ -568,7 +548,7 @@ def test_the_first_stage_trains_the_policy_and_the_second_both(chat):
     assert weights <= {0.0, 1.0} and 1.0 in weights
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_without_a_judge_only_the_policy_is_trained(chat):
     run = make_run(chat, "--demonstrations", 4, "--judge-demonstrations", 0, "--judge-epochs", 0)
     cold_start.cold_start(run)
@@ -576,7 +556,6 @@ def test_without_a_judge_only_the_policy_is_trained(chat):
     assert {row["stage"] for row in run.rows if "stage" in row} == {"cold start: policy"}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("small, saved", [(True, []), (False, [2, 4, 6, 8])])
 def test_the_cold_start_of_a_large_model_is_saved_regularly(chat, monkeypatch, small, saved):
     """Its steps take long; a small one's whole cold start takes a minute."""
@@ -621,7 +600,6 @@ def dagger(run, judged=()):
     return batches, {(s.turns[0].observation, s.episode): s for s in policy}
 
 
-@pytest.mark.fast
 def test_an_episode_that_starts_again_has_a_new_expert(chat):
     made = []
     environment = SimpleNamespace(search_verbs=(), online_expert=lambda task, seed: made.append(seed) or (
@@ -638,7 +616,6 @@ def test_an_episode_that_starts_again_has_a_new_expert(chat):
     assert player.share != random.Random(7).random()               # not what an expert of this seed draws
 
 
-@pytest.mark.fast
 def test_an_online_experts_command_that_is_read_otherwise_is_refused(chat):
     """Else no turn would equal it, and all would have weight 0."""
     class Spaced(household.Environment):
@@ -654,6 +631,7 @@ def test_an_online_experts_command_that_is_read_otherwise_is_refused(chat):
         player.override(conversation)
 
 
+@pytest.mark.slow
 def test_dagger_imitates_the_experts_commands_and_no_others(dagger_run):
     run = dagger_run("--dagger", 40)
     batches, samples = dagger(run)
@@ -676,7 +654,6 @@ def test_dagger_imitates_the_experts_commands_and_no_others(dagger_run):
     assert len(batches) == sum(cold_start.steps_of(run, n) for _, n in cold_start.rounds_of(run.config)) == 20
 
 
-@pytest.mark.fast
 def test_the_last_round_may_be_shorter_and_each_question_is_used_once(dagger_run):
     run, judged = dagger_run("--dagger", 10), make_samples(0, 6, random.Random(3))
     batches, samples = dagger(run, judged)
@@ -688,6 +665,7 @@ def test_the_last_round_may_be_shorter_and_each_question_is_used_once(dagger_run
         assert sorted(numbers) == sorted(2 * [*dict.fromkeys(numbers)])
 
 
+@pytest.mark.slow
 def test_ranks_split_a_round(dagger_run):
     """Three ranks, each with fewer episodes than a round has steps, take the steps that one rank takes."""
     judged = make_samples(0, 5, random.Random(4))
@@ -702,7 +680,6 @@ def test_ranks_split_a_round(dagger_run):
         assert sorted(id(s) for s in batch if s.kind == "judge") == sorted(questions)
 
 
-@pytest.mark.fast
 def test_dagger_replaces_the_second_stages_demonstrations(dagger_run):
     run = dagger_run("--dagger", 8, "--judge-demonstrations", 4, "--judge-labels", "oracle")
     cold_start.cold_start(run)
@@ -713,7 +690,6 @@ def test_dagger_replaces_the_second_stages_demonstrations(dagger_run):
     assert sum(s.kind == "judge" for batch, _ in run.steps for s in batch) == n_questions > 0
 
 
-@pytest.mark.fast
 def test_dagger_gives_a_right_command_under_another_tag_no_weight(tokenizer):
     chat, by_learner = Chat(tokenizer, "tags"), []
     run = make_run(chat, "--demonstrations", 4, "--dagger", 4)

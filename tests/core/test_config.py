@@ -18,8 +18,6 @@ import envs
 from infra import plugins
 from infra.flags import flag_of
 
-pytestmark = pytest.mark.fast
-
 
 def parse(*flags):
     return config.parse_or_exit([str(flag) for flag in flags])
@@ -167,6 +165,7 @@ def test_the_papers_preset_works_with_every_algorithm(algo):
     assert algo != "gigpo" or found["step_weight"] == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags, labels, types", [
     ("", "rule+oracle", "part"), ("--train-types all", "rule+oracle", "all"),
     ("--env scienceworld", "rule", "part"),
@@ -235,6 +234,7 @@ def test_an_unknown_environment_or_algorithm_lists_the_known_ones(capsys):
     assert not {"losses", "rewards", "alfred"} & {*environments, *methods}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algo", plugins.names(algorithms, algorithms.Method))
 def test_a_flag_of_another_algorithm_is_refused_and_its_owner_named(capsys, algo):
     """Every flag, so that none is silently ignored."""
@@ -375,7 +375,6 @@ def test_a_split_that_is_given_twice_is_evaluated_once():
     assert parse("--evaluate", "L0,L2,L0").splits == ["L0", "L2"]
 
 
-@pytest.mark.fast
 def test_an_error_says_if_its_value_was_not_given(capsys):
     few, ours = ("--tasks", "1", "--group-size", "2"), "(--minibatches was not given)"
     assert mistake(capsys, *few) == f"--minibatches=4: more than 2 episodes {ours}"
@@ -383,7 +382,6 @@ def test_an_error_says_if_its_value_was_not_given(capsys):
     assert mistake(capsys, *few, "--minibatches", "3") == "--minibatches=3: more than 2 episodes"
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flag, value, kind, message", [
     ("env", '{"max_turns": "20"}', "Environment", "--max-turns='20': expected int"),
     ("env", '{"lr": 1e9}', "Environment", "--lr=1000000000.0: expected 0 to"),
@@ -402,7 +400,6 @@ def test_a_wrong_default_of_a_plugin_names_it(capsys, tmp_path, flag, value, kin
     assert mistake(capsys, f"--{flag}", path, name, "-9").startswith((f"{name}=-9", f"argument {name}"))
 
 
-@pytest.mark.fast
 def test_a_shape_that_is_not_the_models_is_refused(capsys):
     given = "--model", ROOT / "lab" / "results" / "alfworld_model"
     assert mistake(capsys, *given, "--layers", 5) == f"--layers=5: --model={given[1]} has 3"

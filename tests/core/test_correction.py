@@ -41,13 +41,11 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.fast
 def test_kinds_of_mistakes_on_a_script(chat):
     episode = scripted(chat, MISTAKES, won=False)
     assert [correction.kind_of(episode, t) for t in range(len(MISTAKES))] == [line[2] for line in MISTAKES]
 
 
-@pytest.mark.fast
 def test_an_admissible_command_without_effect_revisits(chat):
     """The game lists the command and replies with its no-op message: the anchor was seen before."""
     episode = scripted(chat, [("look", NOOP_MESSAGE), ("look", NOOP_MESSAGE)], won=False)
@@ -56,14 +54,12 @@ def test_an_admissible_command_without_effect_revisits(chat):
     assert [correction.kind_of(episode, t) for t in (0, 1)] == ["revisited", "repeated"]
 
 
-@pytest.mark.fast
 def test_a_turn_is_undone_by_the_last_one_too(chat):
     start = scripted(chat, []).last_anchor
     episode = scripted(chat, [("go to table 1", TABLE), ("go back", start)], won=False)
     assert [correction.kind_of(episode, t) for t in (0, 1)] == ["undone", "revisited"]
 
 
-@pytest.mark.fast
 def test_turns_that_most_verdicts_call_bad_are_found(chat):
     judged = [answered(chat, texts, index, label) for index, (texts, label) in enumerate([
         (["bad", "bad", "good"], "good"), (["bad", "good"], "bad"), (["bad", "jump", "jump"], "bad"),
@@ -72,7 +68,6 @@ def test_turns_that_most_verdicts_call_bad_are_found(chat):
     assert found == [judged[0], judged[4]]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("counts, kinds", [
     ({"other": 9, "undone": 3, "refused": 5, "repeated": 4}, ["refused", "repeated"]),
     ({"undone": 1}, ["undone"]),
@@ -91,7 +86,6 @@ def small_chat(folder):
     return Chat(decoder.load_tokenizer(folder), "plain")
 
 
-@pytest.mark.fast
 def test_sentences_and_their_controls_are_single_tokens_of_the_small_model(tmp_path):
     chat = small_chat(tmp_path)
     for first, second in itertools.permutations(correction.KINDS, 2):
@@ -104,6 +98,7 @@ def test_sentences_and_their_controls_are_single_tokens_of_the_small_model(tmp_p
     assert len(set(correction.instruction_phrases())) == 2 * len(correction.KINDS)
 
 
+@pytest.mark.slow
 def test_the_control_adds_as_many_tokens_to_a_prompt_as_the_instruction(qwen_tokenizer):
     """Counted in the full message: a full stop and the line feeds after it are one token."""
     chat = Chat(qwen_tokenizer, "think")
@@ -124,13 +119,13 @@ def test_the_control_adds_as_many_tokens_to_a_prompt_as_the_instruction(qwen_tok
         "The rivers of the north freeze in winter and.")
 
 
+@pytest.mark.slow
 def test_the_judges_question_fits_its_reserved_tokens(qwen_tokenizer):
     """Config.question_room reserves 64, in addition to the answer's."""
     chat = Chat(qwen_tokenizer, "think")
     assert len(chat.message(judge.QUESTION["think"])) <= 64
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("text, plain", [
     ("Look  first.\n\nThen go.", "Look first. Then go."), ("<think>a < b\n</think> Look.", "Look."),
     ("<b>Look.</b><|im_end|>", "Look."), ("a <b", "a b"), ("<|im_<|x|>end|>", "|im_ end|"), ("", "")])
@@ -160,7 +155,6 @@ def bad_turns(chat, *critiques):
     return judged
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("texts, why", [
     (["<judge>bad</judge>"], ""), (["I came <b>back. <judge>bad</judge>"], "I came back."),
     (["<think>I came\nback.</think> So: <judge>bad</judge>"], "I came back. So:"),
@@ -189,7 +183,6 @@ def corrected(chat, judged, i=7, model=None, endpoint=None, sampling=Sampling(),
     return rows[0] if rows else None
 
 
-@pytest.mark.fast
 def test_a_small_models_instruction_counts_its_mistakes(chat):
     made = corrected(chat, bad_turns(chat))
     assert made["text"] == f"{correction.KINDS['refused']} {correction.KINDS['repeated']}"
@@ -202,14 +195,12 @@ def test_a_small_models_instruction_counts_its_mistakes(chat):
         assert corrected(chat, too_few) is None
 
 
-@pytest.mark.fast
 def test_a_writing_models_mistakes_are_counted_where_its_verdicts_have_no_reasons(tokenizer):
     """With --prompt plain a verdict is the word alone."""
     chat = Chat(tokenizer, "plain")
     assert corrected(chat, bad_turns(chat))["made_from"] == {"refused": 3, "other": 2, "repeated": 1}
 
 
-@pytest.mark.fast
 def test_an_instruction_is_made_every_n_iterations(chat):
     made = [corrected(chat, bad_turns(chat), i, correction_every=3) for i in range(7)]
     assert [i for i, instruction in enumerate(made) if instruction] == [2, 5]
@@ -234,7 +225,6 @@ def actor(monkeypatch):
     return add
 
 
-@pytest.mark.fast
 def test_critiques_are_merged_by_the_large_model_or_without_one_by_the_model(tokenizer, actor):
     chat = Chat(tokenizer, "think")
     bad = bad_turns(chat, "I repeat myself.", "I open what is open.")[:2]
@@ -255,7 +245,6 @@ def test_critiques_are_merged_by_the_large_model_or_without_one_by_the_model(tok
     assert 480 < len(long) <= 500 and set(long.split()) == {"many", "words"}
 
 
-@pytest.mark.fast
 def test_a_writing_models_instruction_is_merged_from_its_critiques(tokenizer):
     """Of these 24 turns the first two have an empty critique; of the others the first 16 are merged."""
     chat, large = Chat(tokenizer, "think"), Large("Do better.")
@@ -269,6 +258,7 @@ def test_a_writing_models_instruction_is_merged_from_its_critiques(tokenizer):
     assert len(large.calls) == 1
 
 
+@pytest.mark.slow
 def test_a_model_writes_its_own_instruction_through_the_engine(model, tokenizer):
     """The real path, though the random model writes nonsense: it merges its critiques.
 
@@ -280,7 +270,6 @@ def test_a_model_writes_its_own_instruction_through_the_engine(model, tokenizer)
     assert any(runs) and len({row["text"] for row in runs if row}) > 1
 
 
-@pytest.mark.fast
 def test_all_ranks_mistakes_make_one_instruction(chat, monkeypatch):
     """The gathered list gets a second rank's mistakes: counts are summed."""
     def gather(value):
@@ -294,7 +283,6 @@ def test_all_ranks_mistakes_make_one_instruction(chat, monkeypatch):
 
 # A cold start with instructions
 
-@pytest.mark.fast
 def test_random_instructions_are_empty_half_of_the_time_and_use_every_sentence():
     rng = random.Random(0)
     drawn = [correction.random_instruction(rng) for _ in range(4000)]
@@ -310,7 +298,6 @@ def test_random_instructions_are_empty_half_of_the_time_and_use_every_sentence()
     assert drawn[:50] == [correction.random_instruction(rng) for _ in range(50)]
 
 
-@pytest.mark.fast
 def test_an_instruction_forbids_the_kinds_that_it_names(chat):
     episode = scripted(chat, MISTAKES, won=False)
     pairs = itertools.permutations(correction.KINDS, 2)
@@ -321,6 +308,7 @@ def test_an_instruction_forbids_the_kinds_that_it_names(chat):
     assert not any(correction.forbidden("", episode))
 
 
+@pytest.mark.slow
 def test_each_merge_has_random_draws_of_its_own(monkeypatch):
     seeds = []
     monkeypatch.setattr(correction, "merged", lambda run, critiques, seed: seeds.append(seed) or "")

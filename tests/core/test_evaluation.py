@@ -79,7 +79,7 @@ def digits(result, split="L1", mode="sampled"):
 
 # Scripts
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_expert_wins_and_every_game_has_its_outcome(short, referee, tmp_path):
     status, result, _ = referee("--player", "expert")
     tasks = rooms.tasks("L1")[:12]
@@ -100,6 +100,7 @@ def test_the_expert_wins_and_every_game_has_its_outcome(short, referee, tmp_path
     assert result["player"] == {"kind": "script", "name": "expert"} and result["prompt"] == {}
 
 
+@pytest.mark.slow
 def test_random_commands_are_admissible_and_drawn_evenly(short, referee, tmp_path):
     status, result, _ = referee("--player", "random", "--protocol", "eight")
     assert status == 0 and result["splits"]["L1"]["sampled"]["invalid_frac"] == 0
@@ -120,7 +121,7 @@ def test_random_commands_are_admissible_and_drawn_evenly(short, referee, tmp_pat
                                                               out="again")[1])
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_first_gives_the_first_admissible_command(short, referee, tmp_path, monkeypatch):
     """And no more games are made, nor rows of a model's cache, than are played."""
     made, make_games = [], evaluation.make_games
@@ -136,13 +137,12 @@ def test_first_gives_the_first_admissible_command(short, referee, tmp_path, monk
         reply = game.step(turn["action"])
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_without_a_given_split_all_but_dev_are_played(short, tmp_path):
     assert evaluation.main(["--player", "first", "--max-turns", "1", "--out", str(tmp_path)]) == 0
     assert files.read_json(tmp_path / "evaluation.json")["splits"].keys() == {"L0", "L1", "L2"}
 
 
-@pytest.mark.fast
 def test_another_try_of_a_lost_episode_has_an_expert_of_its_own():
     player, task = players.ScriptPlayer("expert", EXPERT), rooms.task("train", 0)
     spec = SimpleNamespace(task=task, stream=0, index=0)
@@ -155,7 +155,6 @@ def test_another_try_of_a_lost_episode_has_an_expert_of_its_own():
 
 # Games are the units
 
-@pytest.mark.fast
 def test_outcomes_and_intervals_of_drawn_games():
     """Three draws of game a, one of b: 4 plays are worth 16/10 independent ones if those of a game agree."""
     ended = [evaluation.Ending("sampled", *rest) for rest in (
@@ -174,6 +173,7 @@ def test_outcomes_and_intervals_of_drawn_games():
     assert evaluation.by_type(twice, "t")["x"]["success"] == 0.75
 
 
+@pytest.mark.slow
 def test_a_published_protocol_draws_128_games_in_its_own_turns(referee, monkeypatch):
     monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:40])
     status, result, _ = referee("--player", "first", "--protocol", "rlvmr")
@@ -185,6 +185,7 @@ def test_a_published_protocol_draws_128_games_in_its_own_turns(referee, monkeypa
 
 # A model folder
 
+@pytest.mark.slow
 @needs_games
 def test_the_committed_model_plays_as_when_it_was_evaluated(monkeypatch, referee):
     """Games of L1 that it wins in some of eight plays; sampled tokens may differ by rounding elsewhere."""
@@ -204,7 +205,6 @@ def test_the_committed_model_plays_as_when_it_was_evaluated(monkeypatch, referee
     assert 0 < result["splits"]["L1"]["sampled"]["prompt_tokens"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("player", ["out/checkpoint", "out"])
 def test_the_evaluated_model_is_not_set_aside(tmp_path, referee, player, monkeypatch):
     """--out and a run's --out have the same default."""
@@ -217,6 +217,7 @@ def test_the_evaluated_model_is_not_set_aside(tmp_path, referee, player, monkeyp
     assert f"--player={player}: lies in --out=" in error and "which --overwrite would set aside" in error
 
 
+@pytest.mark.slow
 def test_any_folder_that_loads_is_evaluated(short_qwen, tmp_path, referee, monkeypatch):
     monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:3])
     folder = random_qwen(tmp_path / "model", short_qwen)
@@ -236,7 +237,6 @@ def test_any_folder_that_loads_is_evaluated(short_qwen, tmp_path, referee, monke
     assert rate["n"] == 2 and rate["response_tokens"] <= 2 * 2 * 8 < rate["prompt_tokens"]
 
 
-@pytest.mark.fast
 def test_the_games_own_score_is_printed_where_it_is_known(capsys):
     ended = [evaluation.Ending("sampled", i, f"a/{i}", "a", i == 0) for i in range(4)]
     for known in (True, False):
@@ -247,7 +247,6 @@ def test_the_games_own_score_is_printed_where_it_is_known(capsys):
         assert (", score 37.5, 4 games" in (out := capsys.readouterr().out)) == ("score" in out) == known
 
 
-@pytest.mark.fast
 def test_the_committed_models_row_is_its_cell():
     """lab/results/referee holds what the training run's own evaluation gave, number by number."""
     committed, cell = files.read_json(REFEREE / "alfworld_model.json"), files.read_json(CELL)
@@ -257,7 +256,6 @@ def test_the_committed_models_row_is_its_cell():
         assert committed["games_hash"][split] == cell["games_hash"][split]
 
 
-@pytest.mark.fast
 def test_a_folder_without_a_chat_template_is_refused(tmp_path, referee):
     folder = shutil.copytree(COMMITTED, tmp_path / "model")
     (folder / "chat_template.jinja").unlink()
@@ -267,7 +265,6 @@ def test_a_folder_without_a_chat_template_is_refused(tmp_path, referee):
 
 # Mistakes
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags, expected", [
     ([], "--player: expected a model folder, a URL, or one of expert, random, first"),
     (["--player", "expert", "--evaluate", "L7"], "no split 'L7'"),
@@ -296,7 +293,6 @@ def test_a_wrong_flag_is_one_line_before_any_work(flags, expected, tmp_path, cap
     assert expected in error and error.count("\n") == 1 and not (tmp_path / "out").exists()
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("player, flags", [
     (COMMITTED, ["--context", "64"]), ("http://a/v1", ["--max-response-tokens", "20000"]),
     ("first", ["--env", "lab/envs/twins.py"])])                       # whose context is 128
@@ -305,14 +301,12 @@ def test_no_flag_is_refused_for_the_sake_of_a_judge_or_of_a_context_that_is_not_
     assert not config.gcd and config.max_response_tokens < config.context
 
 
-@pytest.mark.fast
 def test_a_model_of_another_environment_is_named_by_the_referees_flag(tmp_path, capsys):
     flags = ["--env", "examples/lamps.py", "--evaluate", "dev", "--out", str(tmp_path / "out")]
     assert evaluation.main(["--player", "lab/results/alfworld_model", *flags]) == 1
     assert "--player=lab/results/alfworld_model: has the vocabulary of another" in capsys.readouterr().err
 
 
-@pytest.mark.fast
 def test_missing_games_and_a_missing_folder_are_one_line(tmp_path, referee):
     status, result, error = referee("--player", "expert", "--games", tmp_path / "none")
     assert status == 1 and str(tmp_path / "none") in error and result == {}
@@ -320,19 +314,18 @@ def test_missing_games_and_a_missing_folder_are_one_line(tmp_path, referee):
     assert status != 0 and "model" in error and error.count("\n") == 1
 
 
-@pytest.mark.fast
 def test_the_first_setting_of_an_environment_may_follow_its_name(referee, tmp_path):
     """--env NAME:VALUE, as in gcd.py: household's first setting is --games."""
     status, _, error = referee("--player", "first", "--env", f"household:{tmp_path / 'none'}")
     assert status == 1 and str(tmp_path / "none") in error and error.count("\n") == 1
 
 
-@pytest.mark.fast
 def test_turns_that_the_protocol_tells_are_not_asked_for(referee):
     status, _, error = referee("--player", "first", "--max-turns", "9", "--protocol", "rlvmr")
     assert status == 2 and "--max-turns=9: --protocol rlvmr has 30 turns" in error
 
 
+@pytest.mark.slow
 def test_a_script_that_has_to_choose_needs_a_list_of_commands(tmp_path, capsys):
     flags = ["--env", str(ROOT / "examples" / "shop.py"), "--evaluate", "dev", "--protocol", "sampled"]
     for script in ("random", "first"):
@@ -341,7 +334,6 @@ def test_a_script_that_has_to_choose_needs_a_list_of_commands(tmp_path, capsys):
         assert f"--player={script}: task" in error and "lists no command before turn 1" in error
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("ranks", ["0", "2"])
 def test_the_referee_plays_in_one_process(monkeypatch, tmp_path, capsys, ranks):
     monkeypatch.setenv("WORLD_SIZE", ranks)
@@ -349,7 +341,6 @@ def test_the_referee_plays_in_one_process(monkeypatch, tmp_path, capsys, ranks):
     assert "without torchrun" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("style, text", [
     ("think", "<think>It is 7?</think> {'guess': 7}"), ("plain", "<think>It is 7?</think> {'guess': 7}"),
     ("plain", "{'guess': 7}"), ("tags", "<think>Hm.</think> <monitor>half of them</monitor> {'guess': 7}")])
@@ -372,7 +363,6 @@ def server_player(turns=0):
     return player, SimpleNamespace(spec=spec, episode=SimpleNamespace(turns=[None] * turns))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("turns, answer, counted", [
     (1, players.Failure("gone"), 1), (0, players.Failure("gone", refused=True), 1),
     (1, players.Failure("too long", refused=True), 0), (1, players.STOPPED, 0),
@@ -384,7 +374,6 @@ def test_what_counts_as_a_failure_of_the_server(turns, answer, counted):
     assert (player.failures_in_a_row, player.reason) == (counted, answer.reason if counted else "")
 
 
-@pytest.mark.fast
 def test_a_late_answer_does_not_revive_a_server_that_was_given_up():
     player, conversation = server_player()
     good = {"answer": "look", "cut": False, "usage": {}}
@@ -399,6 +388,7 @@ def test_a_late_answer_does_not_revive_a_server_that_was_given_up():
     assert player.is_dead()
 
 
+@pytest.mark.slow
 def test_another_player_or_protocol_does_not_continue(short, referee, tmp_path, monkeypatch):
     assert referee("--player", "first", "--max-turns", 2)[0] == 0
     status, result, error = referee("--player", "first", "--max-turns", 2)
@@ -418,7 +408,6 @@ def test_another_player_or_protocol_does_not_continue(short, referee, tmp_path, 
     assert status == 1 and kept == other and "is now" not in error
 
 
-@pytest.mark.fast
 def test_other_versions_are_said_when_an_evaluation_goes_on(short, referee, monkeypatch):
     """They may have changed the games."""
     assert "begun with" not in referee("--player", "first", "--max-turns", 2)[2]
@@ -427,6 +416,7 @@ def test_other_versions_are_said_when_an_evaluation_goes_on(short, referee, monk
     assert "it continues with torch 99" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hints", "games"])                # as household names where its games are
 def test_an_environment_with_other_settings_or_another_file_does_not_continue(tmp_path, capsys, name):
     path = tmp_path / "mine.py"
@@ -445,7 +435,6 @@ def test_an_environment_with_other_settings_or_another_file_does_not_continue(tm
     assert "plugins was {'env': " in capsys.readouterr().err
 
 
-@pytest.mark.fast
 def test_an_environments_defaults_for_training_do_not_matter_to_the_referee(tmp_path, capsys):
     text = (ROOT / "examples" / "guess.py").read_text(encoding="utf-8")
     path, defaults, field = tmp_path / "mine.py", '{"max_turns": 8}', "        highest: int = field("
@@ -484,7 +473,6 @@ class _Follower:
 """
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("body, expected", [
     ("return None", "online_expert: it returned an expert of class NoneType, which has no method observe"),
     ("return _Follower(7)", "online_expert, task dev/1, turn 1: command() returned 7; expected text"),
@@ -501,6 +489,7 @@ def test_an_online_expert_that_is_none_or_says_no_text_is_one_line(tmp_path, cap
     assert expected in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_broken_records_are_played_again_and_no_split_is_played_twice(short, referee, tmp_path, monkeypatch):
     flags = ["--player", "expert", "--evaluate", "L1,L1"]
     status, result, _ = referee(*flags)
@@ -531,7 +520,6 @@ def test_broken_records_are_played_again_and_no_split_is_played_twice(short, ref
     assert status == 1 and kept == [] and "holds no evaluation by the referee" in error
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name, text", [
     ("episodes.jsonl", '{"split": "L1"}\n'), ("episodes.jsonl", '{"spl'), ("metrics.jsonl", ""),
     ("stages.json.old", ""), ("checkpoint", None), ("kept", None), ("evaluation.json", "{"),
@@ -553,6 +541,7 @@ def test_a_folder_that_holds_anything_of_a_run_is_not_used_again(short, tmp_path
     assert {path: path.is_file() and path.read_bytes() for path in out.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_what_was_played_before_the_disk_was_full_is_kept(short, referee, tmp_path):
     undisturbed = referee("--player", "expert", out="undisturbed")[1]
     size = (tmp_path / "undisturbed" / "episodes.jsonl").stat().st_size
@@ -620,6 +609,7 @@ def playing_expert(question, nth):
     return lambda handler: handler.send((200, completion(command_of(handler.messages))))
 
 
+@pytest.mark.slow
 def test_a_server_that_plays_the_expert_killed_and_resumed(serve, short, referee, tmp_path):
     """It wins what the expert wins, and the file after a kill is that of an undisturbed run."""
     pause_s = [0.0]
@@ -654,6 +644,7 @@ def test_a_server_that_plays_the_expert_killed_and_resumed(serve, short, referee
     assert files.read_lines(out / "episodes.jsonl")[0][:len(kept)] == kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text, finish, malformed, refused, cut", [
     ("open the pod bay doors", "stop", 0.0, 1.0, 0.0),              # wrong
     ("я иду к шкафу", "stop", 0.0, 1.0, 0.0),                       # in another language
@@ -671,7 +662,6 @@ def test_a_bad_answer_counts_as_what_it_is(serve, short, referee, text, finish, 
     assert rate["turns"] == 3 and rate["n"] == 12 and rate["response_tokens"] == 2 * 36
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("text, command", [
     ("<think>Where?</think><action>look</action>", "look"), ("<action> look </action>", "look"),
     ("<think>not <action>open</action></think>\n<action>look</action>", "look"), ("Action: look", None),
@@ -683,6 +673,7 @@ def test_a_thought_may_be_missing_but_not_the_command(text, command):
     assert players.MessageChat("think").parse(text) == (command, None)
 
 
+@pytest.mark.slow
 def test_admissible_commands_are_shown_unless_they_are_not_to_be(serve, short, referee):
     for flag, listed in (([], True), (["--no-show-admissible"], False)):
         server = serve(lambda question, nth: (200, completion("<action>look</action>", usage=False)))
@@ -694,6 +685,7 @@ def test_admissible_commands_are_shown_unless_they_are_not_to_be(serve, short, r
         assert result["splits"]["L1"]["sampled"]["prompt_tokens"] is None          # the server counts none
 
 
+@pytest.mark.slow
 def test_a_server_that_is_busy_is_asked_again_when_it_says(serve, short, referee, monkeypatch):
     monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:1])
     monkeypatch.setattr(Endpoint, "wait_s", OWN_WAIT_S)
@@ -708,7 +700,7 @@ def test_a_server_that_is_busy_is_asked_again_when_it_says(serve, short, referee
     assert len(times) == 3 and times[1] - times[0] >= 0.7 and result["splits"]["L1"]["sampled"]["n"] == 1
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [(500, "{}"), (200, completion("look")[:40]), (200, b"\xff\xfe"),
                                     (200, "")], ids=["500", "half a line", "no text", "no body"])
 def test_a_server_that_recovers_loses_no_game(serve, short, referee, broken):
@@ -718,6 +710,7 @@ def test_a_server_that_recovers_loses_no_game(serve, short, referee, broken):
     assert result["splits"]["L1"]["sampled"]["n"] == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["500", "too slow", "half a line", "refused at once"])
 def test_a_server_that_never_answers_leaves_games_unplayed(serve, short, referee, case, monkeypatch):
     """They count neither as lost nor as won, the run ends, and --resume plays them."""
@@ -739,6 +732,7 @@ def test_a_server_that_never_answers_leaves_games_unplayed(serve, short, referee
     assert status == 0 and result["complete"] and len(digits(result)) == 12, error
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_it_and_resume_continues(serve, short, referee, tmp_path):
     def interrupting(question, nth):
         if len(server.seen) == 5:
@@ -756,7 +750,7 @@ def test_ctrl_c_stops_it_and_resume_continues(serve, short, referee, tmp_path):
     assert status == 0 and result["complete"] and len(server.seen) <= 12 + 2
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_second_ctrl_c_does_not_wait_for_a_server_that_hangs(serve, short, referee, monkeypatch):
     """Neither does Python at its exit, which waits for the threads that wait for answers."""
     noted, note = threading.Event(), Stop.note
@@ -781,7 +775,6 @@ def test_a_second_ctrl_c_does_not_wait_for_a_server_that_hangs(serve, short, ref
     assert time.monotonic() - started < HANG_S
 
 
-@pytest.mark.fast
 def test_the_referees_plays_share_a_cache(monkeypatch, chat):
     """Else each split and temperature would allocate it, and capture CUDA graphs, again."""
     slots = []
@@ -794,7 +787,7 @@ def test_the_referees_plays_share_a_cache(monkeypatch, chat):
     assert slots[0] is slots[1] and slots[0].n == 3
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_ctrl_c_during_a_game_does_not_wait_for_a_server_that_hangs(serve, short, referee, monkeypatch):
     def hang(question, nth):
         server.released.wait(HANG_S)
@@ -811,6 +804,7 @@ def test_ctrl_c_during_a_game_does_not_wait_for_a_server_that_hangs(serve, short
     assert status == 130 and "stopped at once" in error and time.monotonic() - started < HANG_S
 
 
+@pytest.mark.slow
 def test_an_empty_answer_is_a_turn_also_where_empty_messages_are_refused(serve, short, referee, tmp_path):
     def strict(question, nth):
         return lambda handler: handler.send(
@@ -826,7 +820,7 @@ def test_an_empty_answer_is_a_turn_also_where_empty_messages_are_refused(serve, 
     assert records[0]["turns"][0]["response"] == ""
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_lost_try_adds_no_tokens_to_its_episode(serve, short, referee, monkeypatch):
     """As with a model of this process."""
     step, calls = Game.step, itertools.count()
@@ -845,6 +839,7 @@ def test_a_lost_try_adds_no_tokens_to_its_episode(serve, short, referee, monkeyp
     assert (rate["prompt_tokens"], rate["response_tokens"]) == (7 * 24, 2 * 24)
 
 
+@pytest.mark.slow
 def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee, tmp_path, monkeypatch):
     """Not even if its game already called it won, and went on."""
     receive = players.Conversation.receive
@@ -870,7 +865,7 @@ def test_a_conversation_that_became_too_long_is_not_won(serve, short, referee, t
     assert all("at most 99 tokens" in record["lost"] for record in records)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_refused_key_ends_it_and_is_written_nowhere(serve, short, referee, tmp_path):
     server = serve(lambda question, nth: (401, json.dumps(SECRET)))
     status, result, error = referee(*flags_of(SimpleNamespace(url=f"{server.url}/{SECRET}")))
@@ -880,6 +875,7 @@ def test_a_refused_key_ends_it_and_is_written_nowhere(serve, short, referee, tmp
     assert SECRET.encode() not in written and SECRET not in error
 
 
+@pytest.mark.slow
 def test_a_folder_in_which_no_game_was_played_is_used_again(serve, short, referee, tmp_path):
     """The same command plays after a wrong key; nothing is set aside."""
     server = serve(lambda question, nth: (401, "{}"))
@@ -895,7 +891,7 @@ def test_a_folder_in_which_no_game_was_played_is_used_again(serve, short, refere
     assert status == 1 and "holds a run" in error
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("message, turns, expected", [
     ({"content": None, "reasoning_content": "<action>look</action>"}, 2, "12 of 24 answers had no content"),
     ({"content": " ", "reasoning": "I look"}, 1, "12 of 12 answers had no content, 12 of them"),
@@ -913,6 +909,7 @@ def test_answers_without_content_are_told_if_they_are_half(serve, short, referee
     assert status == 0 and expected in error and ("had no content" in error) is bool(expected)
 
 
+@pytest.mark.slow
 def test_games_that_the_server_ended_are_counted_in_a_printed_line(serve, short, tmp_path, capsys):
     """Those of a first call as well."""
     def some(handler):
@@ -934,6 +931,7 @@ def test_games_that_the_server_ended_are_counted_in_a_printed_line(serve, short,
     assert "refusal" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_extra_keys_are_sent_printed_and_the_same_when_it_is_continued(serve, short, referee):
     """To a server that refuses max_tokens."""
     def modern(question, nth):
@@ -953,6 +951,7 @@ def test_extra_keys_are_sent_printed_and_the_same_when_it_is_continued(serve, sh
     assert referee(*flags, "--endpoint-extra", f" {extra}", "--resume")[0] == 0
 
 
+@pytest.mark.slow
 def test_the_limit_of_requests_ends_it(serve, short, referee):
     server = serve(lambda question, nth: (200, completion("look")))
     status, result, error = referee(*flags_of(server, "--max-turns", "1", "--endpoint-limit", "5"))
@@ -960,7 +959,6 @@ def test_the_limit_of_requests_ends_it(serve, short, referee):
     assert len(server.seen) == 5 and len(digits(result)) == 5
 
 
-@pytest.mark.fast
 def test_streams_are_named_by_split_place_and_play():
     specs = evaluation.episode_specs(SimpleNamespace(seed=4), rooms.tasks("L1")[:3], 1, 2)
     assert [spec.index for spec in specs] == [*range(6)] and [spec.group for spec in specs] == [0, 1, 2] * 2
@@ -968,14 +966,12 @@ def test_streams_are_named_by_split_place_and_play():
                                                for k in range(2) for g in range(3)]
 
 
-@pytest.mark.fast
 def test_a_player_whose_name_is_too_long_for_a_file_gives_one_line(capsys):
     assert evaluation.main(["--player", "a" * 300]) == 2
     error = capsys.readouterr().err
     assert error.startswith("evaluation.py: error: ") and error.count("\n") == 1 and "a" * 300 in error
 
 
-@pytest.mark.fast
 def test_an_episode_is_played_again_at_another_temperature(tmp_path, monkeypatch):
     """Each mode has episodes of the same numbers."""
     tasks, plays = [Task(f"L0/{g}", "L0", "look", None) for g in range(3)], []
@@ -990,7 +986,6 @@ def test_an_episode_is_played_again_at_another_temperature(tmp_path, monkeypatch
     assert plays == [(0.0, 3)]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind, refusals", [("model", 0), ("server", 1)])
 def test_only_a_servers_full_context_is_its_refusal(tmp_path, kind, refusals):
     files.append(tmp_path / files.EPISODES,

@@ -75,7 +75,6 @@ def scripted(chat, lines=SCRIPT, won=True, truncated=False, index=0):
 
 # Labels
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind", COLUMN)
 def test_labels_of_the_script(chat, kind):
     episode = scripted(chat)
@@ -83,21 +82,18 @@ def test_labels_of_the_script(chat, kind):
     assert labels == [line[COLUMN[kind]] for line in SCRIPT] == [turn.label for turn in episode.turns]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("won", [True, False])
 def test_taken_labels_of_the_script_do_not_depend_on_the_outcome(chat, won):
     episode = scripted(chat, won=won)
     assert turn_labels.label_turns(episode, "taken", ENVIRONMENT) == TAKEN
 
 
-@pytest.mark.fast
 def test_flaws_are_the_oracles_labels_of_what_the_game_took(chat):
     labels = turn_labels.label_turns(scripted(chat), "flaws", ENVIRONMENT)
     assert labels == [None if line[1] == NOOP else line[4] for line in SCRIPT]
     assert "bad" in labels and turn_labels.label_turns(scripted(chat), "oracle", ENVIRONMENT) != labels
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("seed", range(40))
 def test_taken_labels_are_those_of_the_definition(seed):
     """Against a double loop over pairs of turns, on random walks through few rooms, with refused turns."""
@@ -116,7 +112,6 @@ def test_taken_labels_are_those_of_the_definition(seed):
         assert label == (None if not turn.valid else "bad" if on_loop else "good" if news else None)
 
 
-@pytest.mark.fast
 def test_a_failed_episode_has_no_turn_that_the_rule_calls_good(chat):
     failed = scripted(chat, won=False)
     by_rule = ["bad" if line[2] == "bad" else None for line in SCRIPT]
@@ -125,7 +120,6 @@ def test_a_failed_episode_has_no_turn_that_the_rule_calls_good(chat):
     assert turn_labels.label_turns(failed, "oracle", ENVIRONMENT) == [line[4] for line in SCRIPT]
 
 
-@pytest.mark.fast
 def test_rule_and_oracle_adds_the_oracles_good_turns_not_its_bad_ones(chat):
     lines = [("go to countertop 1", COUNTER),
              ("take mug 1 from countertop 1", "You pick up the mug 1 from the countertop 1."),
@@ -135,7 +129,6 @@ def test_rule_and_oracle_adds_the_oracles_good_turns_not_its_bad_ones(chat):
     assert turn_labels.label_turns(episode, "rule+oracle", ENVIRONMENT) == ["good", "good", None]
 
 
-@pytest.mark.fast
 def test_a_command_that_was_not_admissible_is_never_dense_good(chat):
     """Real games accept some commands that they do not list."""
     episode = scripted(chat)
@@ -143,7 +136,6 @@ def test_a_command_that_was_not_admissible_is_never_dense_good(chat):
     assert turn_labels.dense_labels(episode) == [None if t == 7 else line[3] for t, line in enumerate(SCRIPT)]
 
 
-@pytest.mark.fast
 def test_shuffled_labels_the_turns_that_dense_labels(chat):
     episode = scripted(chat)
     shuffled = turn_labels.label_turns(episode, "shuffled", ENVIRONMENT)
@@ -151,7 +143,6 @@ def test_shuffled_labels_the_turns_that_dense_labels(chat):
     assert set(shuffled) > {"good", "bad"}
 
 
-@pytest.mark.fast
 def test_the_noop_message_is_not_a_state(chat):
     """By raw observations, the second no-op message would be a revisit and mark an innocent turn. By anchors,
     the two inadmissible turns are marked."""
@@ -162,19 +153,16 @@ def test_the_noop_message_is_not_a_state(chat):
     assert turn_labels.rule_labels(episode) == ["bad", None, "bad", None]
 
 
-@pytest.mark.fast
 def test_the_turn_that_wins_is_good_wherever_it_leads(chat):
     episode = scripted(chat, [("go to cabinet 1", CABINET), ("look", CABINET)], won=True)
     assert turn_labels.rule_labels(episode) == [None, "good"]
 
 
-@pytest.mark.fast
 def test_a_last_turn_without_effect_is_bad(chat):
     episode = scripted(chat, [("go to cabinet 1", CABINET), (None, NOOP)], won=False)
     assert turn_labels.rule_labels(episode) == [None, "bad"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("before", [[], [("go to cabinet 1", CABINET)], [("dance", NOOP)]])
 def test_a_truncated_episode_can_be_labelled(chat, before):
     """The final observation after a cut response is the one before it again, as the command was not sent."""
@@ -184,7 +172,6 @@ def test_a_truncated_episode_can_be_labelled(chat, before):
         assert turn_labels.label_turns(episode, kind, ENVIRONMENT)[-1] == "bad"
 
 
-@pytest.mark.fast
 def test_no_oracle_label_changes_when_the_future_does(chat):
     full = turn_labels.oracle_labels(scripted(chat), ENVIRONMENT)
     for t in range(1, len(SCRIPT)):
@@ -193,7 +180,6 @@ def test_no_oracle_label_changes_when_the_future_does(chat):
             assert turn_labels.oracle_labels(other, ENVIRONMENT)[:t] == full[:t]
 
 
-@pytest.mark.fast
 def test_the_oracle_is_called_once_and_its_labels_are_kept(chat):
     calls = []
     environment = envs.Environment()
@@ -206,7 +192,6 @@ def test_the_oracle_is_called_once_and_its_labels_are_kept(chat):
     assert calls == [([INTRO, "A mug.", NOOP], ["look", ""])]
 
 
-@pytest.mark.fast
 def test_an_environment_without_an_oracle_gives_no_labels(chat):
     environment = envs.Environment()
     episode = scripted(chat, [("look around", "This room is called the hallway."), ("dance", NOOP)],
@@ -216,7 +201,6 @@ def test_an_environment_without_an_oracle_gives_no_labels(chat):
     assert labels == turn_labels.rule_labels(episode) == [None, "bad"]
 
 
-@pytest.mark.fast
 def test_an_environment_may_have_its_own_labels(chat):
     def long_commands(episode):
         return ["good" if len(turn.action) > 15 else "bad" for turn in episode.turns]
@@ -239,7 +223,6 @@ class Large:
         return [next(self.answers) for _ in questions]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("rule, other, expected, undisputed", [
     ("good", "good", "good", "good"),
     ("good", "bad", "good", None),
@@ -255,7 +238,6 @@ def test_how_the_labels_of_the_rule_are_combined_with_others(rule, other, expect
     assert turn_labels.combine(rule, other, undisputed=True) == undisputed
 
 
-@pytest.mark.fast
 def test_labels_and_candidates_with_a_large_model(chat):
     """The rule calls turns 1, 2 and 5 bad, and 10 good."""
     by_large = {(41, t): label for t, label in (
@@ -274,7 +256,6 @@ def test_labels_and_candidates_with_a_large_model(chat):
     assert turn_labels.label_turns(episodes[1], "endpoint", ENVIRONMENT) == [None] * len(SCRIPT)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind, n_places", [("rule+endpoint", 7 + 8), ("endpoint", 22)])
 def test_which_turns_a_large_model_is_asked_about(chat, kind, n_places):
     episodes = [scripted(chat, index=40), scripted(chat, won=False, index=41)]
@@ -297,13 +278,11 @@ def test_which_turns_a_large_model_is_asked_about(chat, kind, n_places):
     assert all(rule[e][t] is None for e, t in often) == (kind == "rule+endpoint")
 
 
-@pytest.mark.fast
 def test_a_large_model_without_questions(chat):
     assert judge.endpoint_labels([], Large(), 6, 0) == {}
     assert judge.endpoint_labels([scripted(chat)], Large(), 0, 0) == {}
 
 
-@pytest.mark.fast
 def test_the_question_to_a_large_model_is_this_text(chat):
     large = Large()
     episode = scripted(chat, [SCRIPT[0], (None, NOOP), SCRIPT[1]], won=False)
@@ -317,7 +296,6 @@ def test_the_question_to_a_large_model_is_this_text(chat):
         "command a good step? Think briefly, then end with <judge>good</judge> or <judge>bad</judge>.")
 
 
-@pytest.mark.fast
 def test_no_question_to_a_large_model_changes_when_the_future_does(chat):
     def questions(episode):
         large = Large()
@@ -333,7 +311,6 @@ def test_no_question_to_a_large_model_changes_when_the_future_does(chat):
             assert all(other[which][i] == full[which][i] for which in (0, 1) for i in range(t))
 
 
-@pytest.mark.fast
 def test_a_thought_is_requested_without_the_turns_future(chat):
     for t, (command, answer, *_) in enumerate(SCRIPT):
         question = judge.transcript(scripted(chat), t, judge.THINK_AHEAD)
@@ -344,7 +321,6 @@ def test_a_thought_is_requested_without_the_turns_future(chat):
 
 # Prompts and verdicts
 
-@pytest.mark.fast
 def test_the_judge_prompt_is_this_text(chat):
     episode = scripted(chat)
     assert chat.tokenizer.decode(judge.question_ids(chat, episode.turns[1])) == (
@@ -353,14 +329,12 @@ def test_the_judge_prompt_is_this_text(chat):
         "<|user|>Was that a good action? good or bad<|assistant|>")
 
 
-@pytest.mark.fast
 def test_a_response_that_was_cut_is_closed_before_the_question(chat):
     turn = scripted(chat).turns[1]
     cut = replace(turn, response_ids=turn.response_ids[:-1], truncated=True)
     assert judge.question_ids(chat, cut) == judge.question_ids(chat, turn)
 
 
-@pytest.mark.fast
 def test_the_think_style_asks_for_a_tagged_verdict(tokenizer):
     chat = Chat(tokenizer, "think")
     text = tokenizer.decode(judge.question_ids(chat, scripted(chat).turns[0]))
@@ -369,7 +343,6 @@ def test_the_think_style_asks_for_a_tagged_verdict(tokenizer):
     assert text.endswith("<judge>good</judge> or <judge>bad</judge>.<|assistant|>")
 
 
-@pytest.mark.fast
 def test_no_judge_prompt_changes_when_the_future_does(chat):
     full = scripted(chat)
     for t in range(len(SCRIPT)):
@@ -378,7 +351,6 @@ def test_no_judge_prompt_changes_when_the_future_does(chat):
         assert judge.question_ids(chat, full.turns[t]) == judge.question_ids(chat, other.turns[t])
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("style, text, verdict", [
     ("plain", "good", "good"), ("plain", " bad\n", "bad"), ("plain", "", None), ("plain", "Good", None),
     ("plain", "good bad", None), ("plain", "goodbad", None), ("plain", "not bad", None),
@@ -393,13 +365,11 @@ def test_answers_to_verdicts(style, text, verdict):
     assert judge.parse_verdict(text, style) == verdict
 
 
-@pytest.mark.fast
 def test_verdict_rewards(chat):
     for label, rewards in (("good", [1.0, 0.0, -0.1]), ("bad", [0.0, 1.0, -0.1])):
         assert answered(chat, ["good", "bad", "jump"], label=label).rewards == rewards
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("style, question_style", [("plain", "plain"), ("think", "think"), ("tags", "plain")])
 def test_a_demonstrated_answer_parses_to_its_label(tokenizer, style, question_style):
     """A small model answers in one word, whether or not it plays with tags."""
@@ -415,7 +385,6 @@ def test_a_demonstrated_answer_parses_to_its_label(tokenizer, style, question_st
 
 # Which turns are judged
 
-@pytest.mark.fast
 def test_candidates_are_the_labelled_turns_that_fit(chat):
     episodes = [scripted(chat, index=40), scripted(chat, won=False, index=41)]
     places = judge.candidates(episodes, "rule", 10_000, ENVIRONMENT)
@@ -433,7 +402,6 @@ def places_of(n_good, n_bad, seed=0):
     return [(i // 7, i % 7, label) for i, label in enumerate(labels)]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("n_good, n_bad, each", [
     (50, 300, 16), (5, 300, 5), (300, 3, 3), (16, 16, 16), (0, 9, 0), (9, 0, 0)])
 def test_good_and_bad_are_balanced_and_alternate(n_good, n_bad, each):
@@ -444,7 +412,6 @@ def test_good_and_bad_are_balanced_and_alternate(n_good, n_bad, each):
     assert chosen == judge.choose(places, "dense", 16, seed=3)
 
 
-@pytest.mark.fast
 def test_the_choice_is_random_and_covers_every_turn():
     places = places_of(20, 20)
     often = Counter(place for seed in range(400) for place in judge.choose(places, "rule", 5, seed))
@@ -452,7 +419,6 @@ def test_the_choice_is_random_and_covers_every_turn():
     assert all(abs(n - 100) < 4.5 * 8.7 for n in often.values())
 
 
-@pytest.mark.fast
 def test_shuffled_labels_are_a_fair_coin_independent_of_the_true_label():
     places = places_of(1500, 1500)
     true = {place[:2]: place[2] for place in places}
@@ -464,7 +430,6 @@ def test_shuffled_labels_are_a_fair_coin_independent_of_the_true_label():
     assert [c[:2] for c in chosen] == [c[:2] for c in judge.choose(places, "dense", 1000, seed=11)]
 
 
-@pytest.mark.fast
 def test_questions_are_about_this_ranks_episodes(chat):
     judged, (won, lost) = questions_of_two_episodes(chat)
     assert [(j.index, j.t, j.label, j.turn.oracle) for j in judged] == [
@@ -489,7 +454,6 @@ def questions_by(chat, n=6):
             for i in range(n)]
 
 
-@pytest.mark.fast
 def test_answers_do_not_depend_on_the_slots_or_on_other_questions(model, chat):
     """So two ranks answer as one does: an answer's stream follows from its question's index alone.
 
@@ -511,7 +475,6 @@ def test_answers_do_not_depend_on_the_slots_or_on_other_questions(model, chat):
     assert one != other
 
 
-@pytest.mark.fast
 def test_verdicts_and_rewards_are_read_from_the_answers(model, chat, monkeypatch):
     good, bad, junk, cut = ([*chat.encode(text), *chat.tokenizer.encode(stop)] for text, stop in (
         ("good", "<|im_end|>"), ("bad", "<|endoftext|>"), ("jump", "<|im_end|>"), ("good", "")))
@@ -533,7 +496,6 @@ def answered(chat, texts, index=0, label="good"):
     return question
 
 
-@pytest.mark.fast
 def test_samples_by_hand(chat):
     """Rewards 1, 0, 1, -0.1: mean 0.475. Two equal answers are one sample of count 2."""
     made = judge.samples([answered(chat, ["good", "bad", "good", "jump"], index=7)])
@@ -548,7 +510,6 @@ def test_samples_by_hand(chat):
     assert sum(s.count * s.advantage[-1] for s in made) == pytest.approx(0.0)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("normalize_std", [False, True])
 @pytest.mark.parametrize("texts", [["good"] * 8, ["bad"] * 8, ["jump"] * 7, ["jump", "left", "look"]])
 def test_equal_rewards_have_exactly_zero_advantage(chat, texts, normalize_std):
@@ -556,7 +517,6 @@ def test_equal_rewards_have_exactly_zero_advantage(chat, texts, normalize_std):
     assert all(not any(s.advantage) for s in judge.samples([answered(chat, texts)], normalize_std))
 
 
-@pytest.mark.fast
 def test_each_question_has_its_own_std(chat):
     judged = [answered(chat, ["good", "bad"]), answered(chat, ["good"] * 3 + ["bad"], index=1)]
     made = judge.samples(judged, normalize_std=True)
@@ -564,7 +524,6 @@ def test_each_question_has_its_own_std(chat):
     assert [s.advantage[-1] for s in judge.samples(judged)] == [0.5, -0.5, 0.25, -0.75]
 
 
-@pytest.mark.fast
 def test_answers_share_the_tokens_of_their_episode(chat):
     judged = questions_by(chat)
     for question in judged:
@@ -582,7 +541,6 @@ def test_answers_share_the_tokens_of_their_episode(chat):
     assert len(tree.ids) <= len(policy.ids) + (n_question + 2) * len(judged)
 
 
-@pytest.mark.fast
 def test_merged_answers_have_the_gradient_of_unmerged_ones(model, chat):
     judged = questions_by(chat)
     judge.answer_questions(model, chat, judged, 8, Sampling(max_response_tokens=2), seed=1, n_slots=64)
@@ -604,7 +562,6 @@ def test_merged_answers_have_the_gradient_of_unmerged_ones(model, chat):
     assert metrics[0]["judge/logprob_gap_max_nats"] < 1e-4        # the sampled tokens are the trained ones
 
 
-@pytest.mark.fast
 def test_demonstrations_are_the_correct_answers(chat):
     judged = questions_by(chat, 3)
     for one, sample in zip(judged, judge.demonstrations(chat, judged)[0], strict=True):
@@ -614,7 +571,6 @@ def test_demonstrations_are_the_correct_answers(chat):
         assert sample.logprob_old is None and sample.kind == "judge" and any(sample.advantage)
 
 
-@pytest.mark.fast
 def test_a_large_models_text_is_the_answer_if_its_verdict_is_correct(tokenizer):
     """With its reasoning; if it is wrong, too long or contains a stop token, the bare verdict is imitated."""
     chat = Chat(tokenizer, "think")
@@ -633,6 +589,7 @@ def test_a_large_models_text_is_the_answer_if_its_verdict_is_correct(tokenizer):
     assert tokenizer.decode(short[0].ids[2:]) == "<judge>good</judge><|im_end|>"
 
 
+@pytest.mark.slow
 def test_labels_of_episodes_that_the_model_played(model, chat):
     episodes = rollout.play(model, chat, [Corridor() for _ in range(8)], make_specs(8, 6),
                             Sampling(max_response_tokens=3), 6, 400, on_truncation="invalid")
@@ -648,7 +605,6 @@ def test_labels_of_episodes_that_the_model_played(model, chat):
 
 # A value head instead of generated verdicts
 
-@pytest.mark.fast
 def test_value_samples_end_with_the_judged_response(chat):
     judged, (won, lost) = questions_of_two_episodes(chat)
     made, turns = judge.value_samples(judged), [won.turns[10], lost.turns[5], won.turns[1]]
@@ -660,7 +616,6 @@ def test_value_samples_end_with_the_judged_response(chat):
         assert (s.kind, s.count, s.logprob_old) == ("judge", 1, None)
 
 
-@pytest.mark.fast
 def test_value_samples_are_in_the_order_of_the_judged_turns(chat):
     """So that each probability is logged with its own turn."""
     judged = judge.questions(chat, [scripted(chat)], [(0, t, "bad") for t in (3, 0, 7, 1)], ENVIRONMENT)
@@ -668,7 +623,6 @@ def test_value_samples_are_in_the_order_of_the_judged_turns(chat):
     assert [j.prompt_ids[:len(s.ids)] for j, s in zip(judged, made, strict=True)] == [s.ids for s in made]
 
 
-@pytest.mark.fast
 def test_a_value_heads_probabilities_are_logged_like_verdicts(chat):
     """label, oracle, probability: good good .9, good good .4, bad good .6, bad bad .1."""
     chosen = [(0, t, label) for t, label in ((7, "good"), (4, "good"), (0, "bad"), (5, "bad"))]
@@ -709,7 +663,6 @@ def pairs_auc(pairs):
     return sum(wins) / len(wins)
 
 
-@pytest.mark.fast
 def test_metrics_by_hand():
     got = judge.metrics(ROWS)
     assert [r.share_good for r in ROWS] == pytest.approx([1, 1 / 3, 1 / 2, 0, 1 / 2, 1 / 2])
@@ -728,14 +681,12 @@ def test_metrics_by_hand():
     assert got["judge/reward"] == pytest.approx((4 + (1 - 0.1) + 2 + 4 - 0.4 + 2) / 24)
 
 
-@pytest.mark.fast
 def test_auc_within_verbs_by_hand():
     """move: one pair, 1 > 1/2. go: two pairs, 1/2 > 0 and the tie 1/2 = 1/2, so 1.5 of 2."""
     oracle = [r.oracle for r in ROWS]
     assert judge.auc(ROWS, oracle, within_verbs=True) == pytest.approx((1 + 1.5) / 3)
 
 
-@pytest.mark.fast
 def test_a_judge_that_only_knows_the_verb_has_auc_one_half_within_verbs():
     """It calls every move good and every go bad: AUC 0.9 over all turns."""
     rows = [row("good", o, "move", ["good"] * 4) for o in ["good"] * 9 + ["bad"]]
@@ -744,7 +695,6 @@ def test_a_judge_that_only_knows_the_verb_has_auc_one_half_within_verbs():
     assert got["judge/auc_oracle"] == pytest.approx(0.9) and got["judge/auc_oracle_within_verbs"] == 0.5
 
 
-@pytest.mark.fast
 def test_metrics_without_turns_or_without_a_class():
     assert judge.metrics([]) == {"judge/turns": 0}
     one_class = judge.metrics([replace(r, oracle=None) for r in ROWS if r.label == "bad"])
@@ -753,7 +703,6 @@ def test_metrics_without_turns_or_without_a_class():
     assert one_class["judge/accuracy_bad"] == pytest.approx(0.5)
 
 
-@pytest.mark.fast
 def test_verdict_records_name_the_verb(chat):
     episode = scripted(chat, [("take mug 1 from countertop 1", "x"), (None, NOOP)], won=False)
     judged = judge.questions(chat, [episode], [(0, 0, "good"), (0, 1, "good")], ENVIRONMENT)
@@ -773,7 +722,6 @@ WRITTEN = {"letters": "a" * LONG, "spaces": " " * LONG, "opened": "<think>" * (L
            "planned": "<planning>" + " " * LONG + "<action>", "almost": "x" * LONG + "</judge>"}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("text", WRITTEN.values(), ids=WRITTEN)
 def test_no_text_takes_long_to_parse(chat, tokenizer, text):
     """A regular expression that backtracks would take hours for these; each of ours takes milliseconds."""
@@ -790,7 +738,6 @@ def test_no_text_takes_long_to_parse(chat, tokenizer, text):
     assert time.monotonic() - started < 5
 
 
-@pytest.mark.fast
 def test_a_verdict_after_several_thoughts_is_parsed():
     text = "so <think>a < b</think> then <think>c</think> <judge> good\n</judge> "
     assert judge.parse_verdict(text, "think") == "good"
@@ -799,7 +746,6 @@ def test_a_verdict_after_several_thoughts_is_parsed():
     assert judge.parse_verdict("good" + " " * judge.LONGEST_ANSWER, "plain") is None
 
 
-@pytest.mark.fast
 def test_a_written_answer_is_imitated_up_to_the_longest_length(tokenizer):
     chat, text = Chat(tokenizer, "think"), "It was near. <judge>good</judge>"
     judged, n = [Question(0, scripted(chat), 0, "good", [7, 8])], len(chat.encode(text) + chat.end_ids)

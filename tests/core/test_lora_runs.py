@@ -44,6 +44,7 @@ def unmerged(out):
 
 # What is merged and saved
 
+@pytest.mark.slow
 def test_the_cold_starts_adapters_are_merged_into_what_rl_begins_with(start, trained):
     """RL's first model is that without RL's adapters, and its weights keep their bits; the last is that with
     them merged."""
@@ -59,6 +60,7 @@ def test_the_cold_starts_adapters_are_merged_into_what_rl_begins_with(start, tra
     assert all(own[name].any() for name in own)
 
 
+@pytest.mark.slow
 def test_the_adapter_belongs_to_the_reference_and_peft_loads_it(trained):
     peft = pytest.importorskip("peft", reason="needs peft (requirements-test.txt)")
     ids_BT = torch.arange(40).reshape(2, 20)
@@ -72,6 +74,7 @@ def test_the_adapter_belongs_to_the_reference_and_peft_loads_it(trained):
     assert (without - expected).abs().max() > 100 * rounding(expected)
 
 
+@pytest.mark.slow
 def test_a_cold_starts_adapter_belongs_to_the_model_that_was_given(start, tmp_path):
     assert train(tmp_path, "--model", start, *IMITATE, *LORA, "--save-adapter", "--iterations", 0) == 0
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
@@ -79,6 +82,7 @@ def test_a_cold_starts_adapter_belongs_to_the_model_that_was_given(start, tmp_pa
     assert not (tmp_path / "reference").exists()
 
 
+@pytest.mark.slow
 def test_the_kls_reference_is_rls_first_model(trained, start, tmp_path, monkeypatch):
     """Its logprobs are those of a frozen copy, and at RL's first step the KL is 0 exactly."""
     write, seen = update.write_reference, []
@@ -100,6 +104,7 @@ def test_the_kls_reference_is_rls_first_model(trained, start, tmp_path, monkeypa
     assert first == 0 and second > 1e-4
 
 
+@pytest.mark.slow
 def test_the_number_of_trained_parameters_is_logged(trained):
     head = json.loads((trained / "metrics.jsonl").read_text().splitlines()[0])
     adapters = {name: tensor for name, tensor in unmerged(trained).items() if "lora_" in name}
@@ -107,6 +112,7 @@ def test_the_number_of_trained_parameters_is_logged(trained):
     assert head["config"]["lora"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--judge-kind", "value"], ["--dtype", "bfloat16", "--kl", "loss"]])
 def test_only_the_last_layer_is_trained(start, tmp_path, flags):
     """In cold start and RL, also where every layer is a unit of FSDP."""
@@ -117,6 +123,7 @@ def test_only_the_last_layer_is_trained(start, tmp_path, flags):
     assert len([name for name in after.keys() - before.keys() if after[name].any()]) == 2 * ("value" in flags)
 
 
+@pytest.mark.slow
 def test_adapters_train_in_bf16(start, tmp_path):
     """With fp32 masters under FSDP; the sampler has weights and adapters in bf16."""
     assert train(tmp_path, *start_from(start), *LORA, "--dtype", "bfloat16", "--lr", 1e-2) == 0
@@ -127,6 +134,7 @@ def test_adapters_train_in_bf16(start, tmp_path):
 
 # Resuming
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at", [0, 1])
 def test_a_run_with_adapters_resumes_exactly(start, trained, tmp_path, monkeypatch, stop_at):
     flags = ["--model", start, *IMITATE, *LORA, "--kl", "loss", "--save-adapter", "--keep-checkpoints", 1]
@@ -143,6 +151,7 @@ def test_a_run_with_adapters_resumes_exactly(start, trained, tmp_path, monkeypat
             without_times(row) for row in rows(tmp_path, phase)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs /proc (Linux)")
 def test_a_resumed_run_keeps_no_file_of_its_checkpoint_mapped(start, tmp_path, monkeypatch):
     """Else one that was replaced keeps its room on the disk, and cannot be removed from an NFS one."""
@@ -159,6 +168,7 @@ def test_a_resumed_run_keeps_no_file_of_its_checkpoint_mapped(start, tmp_path, m
     assert len(mapped) == 2 and not any(mapped), mapped
 
 
+@pytest.mark.slow
 def test_a_crash_after_the_merge_merges_once(start, trained, tmp_path, monkeypatch):
     """The checkpoint of the cold start has its adapters apart; a resumed run merges them as the first did."""
     flags = ["--model", start, *IMITATE, *LORA, "--kl", "loss"]
@@ -174,6 +184,7 @@ def test_a_crash_after_the_merge_merges_once(start, trained, tmp_path, monkeypat
     assert same(weights(trained), weights(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chosen", [LORA, ["--train-layers", 1]])
 def test_dagger_resumes_exactly_between_rounds(start, tmp_path, monkeypatch, chosen):
     """With Muon, which has no state of what is frozen."""
@@ -194,6 +205,7 @@ def test_dagger_resumes_exactly_between_rounds(start, tmp_path, monkeypatch, cho
     assert same(weights(full), weights(parts)) and same(unmerged(full), unmerged(parts))
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_evaluated_again_with_the_same_weights(trained, tmp_path, monkeypatch, start):
     """Resumed for its evaluation alone, the sampler has the checkpoint's weights once merged, bit for bit."""
     found, score = [], dict.fromkeys(("success", "low", "high", "games", "n"), 0)
@@ -207,6 +219,7 @@ def test_a_finished_run_is_evaluated_again_with_the_same_weights(trained, tmp_pa
 
 # What is refused
 
+@pytest.mark.slow
 def test_adapters_of_another_rank_or_file_are_refused(trained, start, capsys):
     flags = ["--model", start, *IMITATE, "--kl", "loss", "--resume"]
     assert train(trained, *flags, "--lora", 8) == 1
@@ -221,7 +234,7 @@ def test_adapters_of_another_rank_or_file_are_refused(trained, start, capsys):
         torch.save(trainer, path)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("flags, message", [
     ("--train-layers 3", "--train-layers=3: the model has 2 layers"),
     ("--lora 2", "--lora=2: not with --model=")])

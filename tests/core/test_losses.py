@@ -13,8 +13,6 @@ import torch
 import losses
 from lm import logprobs
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture(autouse=True)
 def fixed_seed():

@@ -97,7 +97,6 @@ class Logits(TorchDispatchMode):
 
 # Chunks
 
-@pytest.mark.fast
 @pytest.mark.parametrize("allowed", [False, True])
 @pytest.mark.parametrize("tied, head", [(False, False), (True, True)])
 @pytest.mark.parametrize("logits", [1, SEVEN])
@@ -112,7 +111,6 @@ def test_chunked_logprobs_have_the_same_gradient(monkeypatch, logits, tied, head
     assert chunked["policy/entropy_nats"] > 0.1 and chunked["policy/kl_nats"] > 0
 
 
-@pytest.mark.fast
 def test_chunked_logprobs_and_nthr_equal_the_unchunked(monkeypatch):
     model = new_model()
     samples = some_samples(model, allowed=True)
@@ -129,7 +127,6 @@ def test_chunked_logprobs_and_nthr_equal_the_unchunked(monkeypatch):
     torch.testing.assert_close(same_error, error, rtol=0, atol=1e-6)
 
 
-@pytest.mark.fast
 def test_no_tensor_has_more_logits_than_a_chunk(monkeypatch):
     model = new_model()
     samples, most = some_samples(model), []
@@ -142,7 +139,6 @@ def test_no_tensor_has_more_logits_than_a_chunk(monkeypatch):
     assert most == [positions, 7] and positions > 35
 
 
-@pytest.mark.fast
 def test_few_logits_are_not_chunked(monkeypatch):
     """The small model's case: no activation checkpointing."""
     def refuse(*arguments, **options):
@@ -159,7 +155,6 @@ def test_few_logits_are_not_chunked(monkeypatch):
 
 # Recomputed layers
 
-@pytest.mark.fast
 @pytest.mark.parametrize("logits", [UNCHUNKED, SEVEN])
 def test_recomputed_layers_have_the_same_gradient_bit_for_bit(monkeypatch, logits):
     monkeypatch.setattr(logprobs, "CHUNK_LOGITS", logits)
@@ -177,7 +172,6 @@ def test_recomputed_layers_have_the_same_gradient_bit_for_bit(monkeypatch, logit
     assert not calls[-1]                                       # no recomputation without gradients
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("device, small, flag, recompute", [
     ("cpu", False, "auto", False), ("cuda", False, "auto", True), ("cuda", True, "auto", False),
     ("cpu", True, "on", True), ("cuda", False, "off", False)])
@@ -189,6 +183,7 @@ def test_checkpoint_activations_decides_whether_layers_are_recomputed(monkeypatc
     assert [block.recompute for block in model.model.layers] == [recompute] * 2
 
 
+@pytest.mark.slow
 def test_a_run_with_recomputed_layers_has_the_same_weights_and_metrics(start, tmp_path):
     for name in ("off", "on"):
         switch = ["--checkpoint-activations", name]
@@ -225,6 +220,7 @@ def main(out):
     job.shutdown()
 
 
+@pytest.mark.slow
 def test_two_ranks_have_the_gradients_of_one(tmp_path):
     run = forked.run([__file__, tmp_path], os.environ | {
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}, tmp_path, ranks=2, timeout=200)
@@ -241,7 +237,6 @@ def test_two_ranks_have_the_gradients_of_one(tmp_path):
 
 # The optimizer
 
-@pytest.mark.fast
 def test_a_checkpoint_of_a_fused_optimizer_loads_into_an_unfused_one(tmp_path):
     """As when a run moves from a GPU to a CPU: the moments are the same."""
     saved, loaded = new_model(), new_model()
@@ -258,7 +253,6 @@ def test_a_checkpoint_of_a_fused_optimizer_loads_into_an_unfused_one(tmp_path):
     torch.testing.assert_close(flat(loaded.parameters()), flat(saved.parameters()), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_loaded_optimizer_has_its_step_count_on_the_device_that_it_reads(tmp_path, monkeypatch, fused):
     """Fused AdamW, as on CUDA, reads it on the parameter's device, here "meta", unfused AdamW on the CPU."""
@@ -274,7 +268,6 @@ def test_a_loaded_optimizer_has_its_step_count_on_the_device_that_it_reads(tmp_p
     assert {state["step"].device.type for state in empty.state.values()} == {"meta" if fused else "cpu"}
 
 
-@pytest.mark.fast
 def test_gradients_are_added_in_place():
     """Bit for bit 0.3 * a + 0.7 * b, in the memory of a; both lists are emptied, which frees b's."""
     model = torch.nn.ParameterList([torch.zeros(50) for _ in range(3)])
@@ -287,6 +280,7 @@ def test_gradients_are_added_in_place():
 
 # Skipped forward passes
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["--dtype bfloat16", "--dtype bfloat16 --kl loss"])
 def test_skipped_logprobs_are_never_read(start, tmp_path, monkeypatch, flags):
     """Reference logprobs of judge samples, and in bf16 the trainer's old logprobs of samples without an

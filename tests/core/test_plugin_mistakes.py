@@ -103,7 +103,6 @@ def played(tokenizer, game):
         conversation.act(rollout.Response(ids, [0.0] * len(ids), False), 9, 400)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("at, place", [(0, "task train/7, reset"), (2, "task train/7, turn 2")])
 @pytest.mark.parametrize("reply, expected", WRONG_REPLIES)
 def test_a_wrong_reply_is_refused_with_task_and_turn(tokenizer, reply, expected, at, place):
@@ -113,20 +112,17 @@ def test_a_wrong_reply_is_refused_with_task_and_turn(tokenizer, reply, expected,
     assert text.startswith(f"{__file__}: {place}: ") and text.endswith(expected)
 
 
-@pytest.mark.fast
 def test_a_game_that_is_done_at_its_reset_is_refused(tokenizer):
     with pytest.raises(PluginError, match="task train/7, reset: done is True; expected False before the"):
         played(tokenizer, Faulty(Reply("It is over.", [], True, True), 0))
 
 
-@pytest.mark.fast
 def test_right_replies_are_accepted(tokenizer):
     played(tokenizer, Faulty(None, 99))
     assert _checks.wrong_reply(Reply("", (), True, True, [], 100, True)) == ""
     assert _checks.wrong_reply(Reply("x", ["a"], False, False, ("b",), -100.0, None)) == ""
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), SystemExit(), EpisodeLost("died")])
 def test_a_games_own_error_is_noted_with_task_and_turn(tokenizer, error):
     with pytest.raises(type(error)) as raised:
@@ -148,13 +144,13 @@ class Hanging(Corridor):
         return super().step(command)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_game_with_a_time_limit_that_hangs_loses_its_episode(tokenizer):
     with pytest.raises(EpisodeLost, match="no answer within 0.2 s"):
         played(tokenizer, Hanging())
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_an_experts_calls_of_a_game_with_a_time_limit_are_limited_too():
     game = rollout.limited(Hanging())
     assert game.reset(Task("train/7", "train", "walk", (2, 4))).observation and game.place == 2
@@ -165,7 +161,7 @@ def test_an_experts_calls_of_a_game_with_a_time_limit_are_limited_too():
     assert rollout.limited(free) is free
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_game_with_a_time_limit_takes_named_arguments_and_can_be_copied():
     """As an expert may that plans ahead."""
     game = rollout.limited(Hanging())
@@ -184,7 +180,7 @@ class Mailing(Hanging):
         raise AssertionError("no call of the run's")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_game_of_this_process_may_have_a_method_named_send(tokenizer):
     with pytest.raises(EpisodeLost, match="no answer within 0.2 s"):
         played(tokenizer, Mailing())
@@ -199,7 +195,6 @@ class Templates(Corridor):
         return super().step(command)._replace(admissible=["go OBJ"], objects=("left",), taken=self.taken)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("taken, valid", [(None, True), (True, True), (False, False)])
 def test_where_templates_are_listed_a_command_is_valid_unless_it_was_not_taken(tokenizer, taken, valid):
     game, chat = Templates(), Chat(tokenizer, "plain")
@@ -212,7 +207,6 @@ def test_where_templates_are_listed_a_command_is_valid_unless_it_was_not_taken(t
     assert conversation.episode.turns[1].valid is valid
 
 
-@pytest.mark.fast
 def test_an_alarm_just_after_the_block_leaves_no_alarm_behind():
     """It strikes after the last line of the block, before the alarm is switched off."""
     lines, first = inspect.getsourcelines(time_limit)
@@ -233,6 +227,7 @@ def test_an_alarm_just_after_the_block_leaves_no_alarm_behind():
     assert signal.getitimer(signal.ITIMER_REAL) == (0, 0) and signal.getsignal(signal.SIGALRM) is before
 
 
+@pytest.mark.slow
 def test_in_another_thread_there_is_no_time_limit(tokenizer):
     game = Hanging()
     game.steps = 2                                          # it no longer hangs
@@ -241,7 +236,7 @@ def test_in_another_thread_there_is_no_time_limit(tokenizer):
     assert game.steps == 5
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_time_limit_is_raised_again_if_it_is_swallowed_and_is_gone_afterwards(monkeypatch):
     monkeypatch.setattr(signals, "AGAIN_S", 0.4)
     began, swallowed = time.monotonic(), []
@@ -291,7 +286,6 @@ def writes(name, value):
 THREE = "expected a list of 3 numbers, or None"
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name, value, expected", [
     ("advantage", math.nan, "its advantage is nan; expected a finite number"),
     ("advantage", None, "its advantage is None; expected a finite number"),
@@ -307,7 +301,6 @@ def test_a_wrong_advantage_is_refused_with_task_and_turn(name, value, expected):
         credited(writes(name, value))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("metrics, expected", [
     (None, "it returned None; expected a dict of metrics, {} for none"), ([], "it returned []; expected a"),
     ({"phase": 1.0}, "its metric is named 'phase'; expected \"group/name\""),
@@ -321,13 +314,11 @@ def test_wrong_metrics_are_refused(metrics, expected):
     assert "assign: " + expected in str(refused.value)
 
 
-@pytest.mark.fast
 def test_right_advantages_and_metrics_are_accepted():
     assert math.isnan(credited(lambda turns: {"own/x": math.nan, "own/y": 2})["own/x"])
     credited(writes("token_advantage", [1, 0.5, 0.0]))
 
 
-@pytest.mark.fast
 def test_an_algorithm_may_add_episodes_but_must_leave_one():
     credited(lambda turns: {}, lambda episodes: episodes.append(make_episode(TURNS)))
     with pytest.raises(PluginError, match="assign: it left no episode; expected at least one"):
@@ -337,7 +328,6 @@ def test_an_algorithm_may_add_episodes_but_must_leave_one():
 KINDS = "expected a number of Python's own, a text, bytes, a tensor, a list, or a dict with texts or numbers"
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("state, expected", [
     ([1], "its state is [1]; expected a dict"), ({"x": {1, 2}}, f"its state['x'] is {{1, 2}}; {KINDS}"),
     ({"x": [1, [torch.float32]]}, "its state['x'][1][0] is torch.float32"),
@@ -349,7 +339,6 @@ def test_a_state_that_could_not_be_read_again_is_refused(state, expected):
     assert f"assign: {expected}" in str(refused.value)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind, key", [(torch.optim.Adafactor, "row_var"), (torch.optim.LBFGS, "func_evals"),
                                        (torch.optim.SGD, None), (torch.optim.AdamW, None)])
 def test_a_critics_optimizer_that_could_not_be_restored_is_refused(kind, key):
@@ -373,7 +362,6 @@ def test_a_critics_optimizer_that_could_not_be_restored_is_refused(kind, key):
         credited(learned, critic=(model, optimizer))
 
 
-@pytest.mark.fast
 def test_a_state_that_is_accepted_is_read_again(tmp_path):
     state = {"n": 1, 2: None, "t": {"u": torch.eye(2)},
              "x": [0.5, True, "a", b"\0\xff", (1, [torch.arange(3)])]}
@@ -382,7 +370,6 @@ def test_a_state_that_is_accepted_is_read_again(tmp_path):
     assert str(torch.load(tmp_path / "state.pt", weights_only=True)) == str(state)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("trains, critic, expected", [
     (True, None, "trains_critic is True, and critic is None"),
     (False, (LINEAR, ADAM), "trains_critic is False, and critic is (Linear"),
@@ -409,7 +396,6 @@ def test_a_critic_that_could_not_be_saved_is_refused_when_rl_begins(trains, crit
 
 # What else an environment returns
 
-@pytest.mark.fast
 @pytest.mark.parametrize("given", [None, ["good"], ["good", "fine"], "ab", [True, False]])
 def test_wrong_labels_are_refused(given):
     class Judging(envs.Environment):
@@ -421,7 +407,6 @@ def test_wrong_labels_are_refused(given):
             labels.label_turns(make_episode(TURNS), kind, Judging())
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("demonstration, expected", [
     (None, "expected a Demonstration"),
     (Demonstration([], ["x"], [False]), "1 commands, 0 replies, 1 mistakes"),
@@ -437,7 +422,6 @@ def test_a_wrong_demonstration_is_described(demonstration, expected):
     assert expected in _checks.wrong_demonstration(demonstration)
 
 
-@pytest.mark.fast
 def test_wrong_tasks_are_described():
     task = Task("a", "train", "walk", None)
     assert _checks.wrong_tasks([task]) == _checks.wrong_tasks([task], 1) == _checks.wrong_tasks([], 0) == ""
@@ -486,6 +470,7 @@ def changed(text, old, new):
     return text.replace(old, new)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old, new, expected", [
     (STEP, STEP + "        1 / 0\n", ", in step: ZeroDivisionError: division by zero (task train/"),
     (STEP, STEP + "        int('x')\n", ", in step: ValueError: invalid literal for int()"),
@@ -514,12 +499,14 @@ def test_an_environments_mistake_is_one_line(tmp_path, capsys, old, new, expecte
     assert expected in line and line.startswith(("task train/", "line ", "make(", "train_tasks(", "vocab"))
 
 
+@pytest.mark.slow
 def test_tasks_of_all_rounds_of_refill_are_asked_for_at_once(tmp_path, capsys):
     text = changed(GUESS, "for i in range(start, start + n)]", "for i in range(start, min(start + n, 5000))]")
     line = fails(tmp_path, capsys, "--env", text, "--dynamic-sampling", "refill")
     assert line.startswith("train_tasks('part', 3000001, 1): it returned []")
 
 
+@pytest.mark.slow
 def test_a_game_may_change_the_working_directory_and_leave_threads(tmp_path, monkeypatch, capsys):
     """A run writes where it began; what the process still waits for is said."""
     waits = ("import os, threading\nEVENT = threading.Event()\n"
@@ -547,6 +534,7 @@ def test_a_game_may_change_the_working_directory_and_leave_threads(tmp_path, mon
     assert "waits for threads that are no daemons, as a game's may be: later" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_mistake_in_a_file_that_the_plug_in_imports_names_that_file(tmp_path, capsys):
     """Also a ValueError, which is no message for the user there."""
     (tmp_path / "neighbour_of_mine.py").write_text("def fail():\n    int('x')\n", encoding="utf-8")
@@ -556,6 +544,7 @@ def test_a_mistake_in_a_file_that_the_plug_in_imports_names_that_file(tmp_path, 
     assert "(task train/" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old, new, expected", [
     (SHOW, "        {}['x']\n" + SHOW, "KeyError: 'x' (expert.show, task "),
     ("seed, mistake_rate, max_turns):", "seed, mistake_rate):", "show(task, seed, mistake_rate); expected"),
@@ -565,6 +554,7 @@ def test_an_experts_mistake_is_one_line(tmp_path, capsys, old, new, expected):
     assert expected in fails(tmp_path, capsys, "--env", changed(GUESS, old, new), "--demonstrations", 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("new, expected", [
     ("        return None\n", "assign: it returned None; expected a dict"),
     ("        return {'phase': 'x'}\n", "assign: its metric is named 'phase'"),
@@ -574,6 +564,7 @@ def test_an_algorithms_mistake_is_one_line(tmp_path, capsys, new, expected):
     assert expected in fails(tmp_path, capsys, "--algo", changed(OPO, END, new))
 
 
+@pytest.mark.slow
 def test_a_mistake_late_in_a_run_leaves_its_last_checkpoint(tmp_path, capsys):
     late = "        self._n = getattr(self, '_n', 0) + 1\n        return {}[1] if self._n == 3 else {}\n"
     more = "--iterations", 4, "--checkpoint-every", 1
@@ -582,6 +573,7 @@ def test_a_mistake_late_in_a_run_leaves_its_last_checkpoint(tmp_path, capsys):
     assert (tmp_path / "out" / "checkpoint" / "model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_library_raises_the_same_line(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(changed(GUESS, STEP, STEP + "        raise SystemExit\n"), encoding="utf-8")
@@ -596,7 +588,6 @@ def test_the_library_raises_the_same_line(tmp_path):
 DEFAULTS, SPLITS = '    defaults = {"max_turns": 8}', "    def unseen_splits(self):\n"
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("before, after, expected", [
     (DEFAULTS, "    defaults = []", "class Environment: defaults is []; expected a dict"),
     (DEFAULTS, '    defaults = {"max_turns": "8"}', "--max-turns='8': expected int"),
@@ -642,7 +633,6 @@ def test_a_wrong_class_is_refused_before_a_run(tmp_path, before, after, expected
 FLAG = "        highest: int = field("
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("setting, expected", [
     ("no_hints: bool = False", "--no-hints: a setting that is True or False and begins with no_; --hints has "
      "--no-hints already"), ("lr: float = 3.0", "have settings of the same name: lr")])
@@ -656,7 +646,6 @@ def test_a_setting_whose_flag_has_two_meanings_is_refused(tmp_path, setting, exp
     assert expected in str(refused.value)
 
 
-@pytest.mark.fast
 def test_of_two_plug_ins_in_a_folder_the_one_that_called_a_third_file_is_named(tmp_path):
     (tmp_path / "common_of_two.py").write_text("def fail():\n    {}[1]\n", encoding="utf-8")
     first = "        _, turns_E"
@@ -669,7 +658,6 @@ def test_of_two_plug_ins_in_a_folder_the_one_that_called_a_third_file_is_named(t
         settings.algorithm.assign([])
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("style, bare, refused", [("think", False, True), ("tags", True, False),
                                                   ("plain", True, False)])
 def test_how_to_answer_needs_a_function_that_reads_the_answer(monkeypatch, style, bare, refused):
@@ -686,7 +674,6 @@ def test_how_to_answer_needs_a_function_that_reads_the_answer(monkeypatch, style
         models.make_chat(given, None)
 
 
-@pytest.mark.fast
 def test_choices_may_be_numbers(tmp_path):
     path = tmp_path / "some.py"
     path.write_text(changed(GUESS, '"low": 5, "high": 99', '"choices": (5, 20)'), encoding="utf-8")
@@ -695,7 +682,6 @@ def test_choices_may_be_numbers(tmp_path):
         config.parse(["--env", str(path), "--highest", "6"])
 
 
-@pytest.mark.fast
 def test_an_experts_and_a_follower_s_methods_have_the_parameters_that_they_are_called_with():
     class Follower:
         def observe(self, observation):
@@ -713,7 +699,6 @@ def test_an_experts_and_a_follower_s_methods_have_the_parameters_that_they_are_c
         expert.begin()
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("old, new, expected", [
     ("@dataclass(frozen=True)\n", "", "class Method: Settings declares fields; expected @dataclass"),
     ("""setting("tokens", "unit of an episode's length", ("tokens", "turns"))""", '"tokens"',
@@ -726,6 +711,7 @@ def test_a_field_that_would_be_no_flag_is_explained(tmp_path, old, new, expected
     assert expected in str(refused.value)
 
 
+@pytest.mark.slow
 def test_a_fresh_model_replaces_no_folder_in_out(tmp_path):
     mine = tmp_path / "out" / "fresh" / "notes.txt"
     mine.parent.mkdir(parents=True)
@@ -736,6 +722,7 @@ def test_a_fresh_model_replaces_no_folder_in_out(tmp_path):
     assert [path.name for path in (tmp_path / "out").glob("fresh*")] == ["fresh"]
 
 
+@pytest.mark.slow
 def test_a_tuple_of_tasks_and_a_game_that_cannot_be_closed_end_no_run(tmp_path, capsys):
     path, closing = tmp_path / "mine.py", "    def close(self):\n        pass\n"
     text = changed(GUESS, closing, closing.replace("pass", "raise RuntimeError('gone\\nfor good')"))
@@ -748,14 +735,12 @@ def test_a_tuple_of_tasks_and_a_game_that_cannot_be_closed_end_no_run(tmp_path, 
     assert printed.count("a game's close failed: RuntimeError: gone for good\n") == 4
 
 
-@pytest.mark.fast
 def test_a_file_may_hand_on_a_class_of_the_tree(tmp_path):
     path = tmp_path / "again.py"
     path.write_text("from algorithms.gigpo import Method\n", encoding="utf-8")
     assert config.parse(["--algo", str(path)]).algorithm.settings.step_weight > 0
 
 
-@pytest.mark.fast
 def test_a_message_for_the_user_stays_as_it_is(tmp_path):
     path = tmp_path / "strict.py"
     refusal = "    def __init__(self, *given):\n        raise ValueError('--highest=6: odd numbers')\n\n"
@@ -764,7 +749,6 @@ def test_a_message_for_the_user_stays_as_it_is(tmp_path):
         config.parse(["--env", str(path), "--highest", "6"])
 
 
-@pytest.mark.fast
 def test_errors_of_other_code_and_lack_of_memory_pass():
     for error in (KeyError("x"), MemoryError(), EpisodeLost("x"), PluginError("x")):
         with pytest.raises(type(error)) as raised, plugins.blamed(EpisodeLost):

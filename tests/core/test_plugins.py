@@ -63,6 +63,7 @@ def guessed(checkout):
     return done
 
 
+@pytest.mark.slow
 def test_one_file_is_an_environment(checkout, guessed):
     """Cold start, two iterations of GCD, and an evaluation of the split that the environment holds out."""
     out = checkout / "runs" / "guess"
@@ -81,6 +82,7 @@ def test_one_file_is_an_environment(checkout, guessed):
     assert guessed.stdout.startswith("test: success ")
 
 
+@pytest.mark.slow
 def test_an_environment_has_its_own_flags_and_labels(checkout):
     flags = ["--env", "guess", "--highest", 9, "--judge-labels", "halves", "--train-types", "all"]
     done = run_in(checkout, *flags, *TINY, *COLD, "--iterations", 1, "--out", "runs/halves")
@@ -108,7 +110,6 @@ def refused(capsys, *flags):
 GUESS, OPO = ((EXAMPLES / f"{name}.py").read_text(encoding="utf-8") for name in ("guess", "opo"))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("text, reason", [
     ("import nosuchpackage\n", "ModuleNotFoundError: No module named 'nosuchpackage'"),
     ("1 / 0\n", "ZeroDivisionError: division by zero"),
@@ -119,7 +120,6 @@ def test_an_import_error_of_an_environment_is_shown(write_environment, capsys, t
     assert line.startswith(f"--env=broken: cannot import envs/broken.py, line 1: {reason}")
 
 
-@pytest.mark.fast
 def test_an_environment_needs_an_expert_and_an_oracle_only_if_they_are_used(write_environment, capsys):
     text = GUESS.replace("def expert", "def _unused").replace("def oracle", "def _unused_too")
     write_environment("bare", text)
@@ -133,7 +133,6 @@ def test_an_environment_needs_an_expert_and_an_oracle_only_if_they_are_used(writ
     assert config.parse_or_exit([*bare, "--preset", "paper"]).judge_labels == "rule"
 
 
-@pytest.mark.fast
 def test_flags_are_checked_against_what_the_environment_declares(write_environment, capsys):
     write_environment("guess", GUESS)
     line = refused(capsys, "--env", "household")
@@ -149,14 +148,12 @@ def test_flags_are_checked_against_what_the_environment_declares(write_environme
     assert config.parse_or_exit(["--env", "guess", "--judge-labels", "halves"]).judge_labels == "halves"
 
 
-@pytest.mark.fast
 def test_an_environment_cannot_have_a_flag_of_the_runs_names(write_environment, capsys):
     write_environment("guess", GUESS.replace("highest", "tasks"))
     line = refused(capsys, "--env", "guess")
     assert line == "--algo grpo --env guess: have settings of the same name: tasks"
 
 
-@pytest.mark.fast
 def test_the_environment_of_the_example_is_sound(write_environment):
     """The expert wins by binary search, its mistakes are those that the oracle labels bad, and every text
     consists of the vocabulary."""
@@ -190,6 +187,7 @@ def remainders(texts, vocabulary):
     return texts
 
 
+@pytest.mark.slow
 def test_the_shortest_environment_is_learned_without_an_expert(tmp_path):
     """README's command: from guessing among three commands to winning nearly always."""
     done = run_in(ROOT, "--env", EXAMPLES / "lamps.py", "--iterations", 10, "--evaluate", "dev",
@@ -199,6 +197,7 @@ def test_the_shortest_environment_is_learned_without_an_expert(tmp_path):
     assert first < 0.6 and last > 0.8
 
 
+@pytest.mark.slow
 def test_a_run_that_can_learn_nothing_says_so_once(tmp_path, capsys):
     """A fresh model that may write anything never writes a command."""
     assert gcd.main(["--env", str(EXAMPLES / "lamps.py"), "--no-admissible-only", "--iterations", "2",
@@ -209,6 +208,7 @@ def test_a_run_that_can_learn_nothing_says_so_once(tmp_path, capsys):
 
 # An algorithm in the tree
 
+@pytest.mark.slow
 def test_one_file_is_an_algorithm(checkout, guessed):
     """Complete runs with both values of its flag."""
     flags = ["--env", "guess", *TINY, "--no-gcd", "--evaluate", "none", "--algo", "opo"]
@@ -223,6 +223,7 @@ def test_one_file_is_an_algorithm(checkout, guessed):
     assert (first["config"]["algo"], first["config"]["length_in"]) == ("opo", "turns")
 
 
+@pytest.mark.slow
 def test_its_flag_is_in_its_help_and_with_no_other(checkout):
     done = run_in(checkout, "--help", "--algo", "opo")
     assert done.returncode == 0
@@ -232,7 +233,6 @@ def test_its_flag_is_in_its_help_and_with_no_other(checkout):
     assert other.stderr == "gcd.py: error: --length-in: not read here, but with --algo opo; see --help\n"
 
 
-@pytest.mark.fast
 def test_the_algorithm_of_the_example_by_hand():
     """Rewards 1 and 0 of lengths 3 and 1 have the baseline 3/4; equal rewards give 0 for any lengths."""
     opo = import_example("opo")
@@ -243,7 +243,6 @@ def test_the_algorithm_of_the_example_by_hand():
 
 # Plug-ins outside the tree
 
-@pytest.mark.fast
 def test_an_algorithm_without_groups_plays_each_task_once(tmp_path):
     """By default; its own defaults come first."""
     path = tmp_path / "mine.py"
@@ -272,6 +271,7 @@ def plugged(outside):
     return outside, flags
 
 
+@pytest.mark.slow
 def test_an_environment_and_an_algorithm_train_from_a_folder_outside_the_checkout(plugged):
     """Cold start, two iterations of GCD, evaluation. The run logs a hash of each file."""
     out = plugged[0] / "runs" / "plugged"
@@ -286,6 +286,7 @@ def test_an_environment_and_an_algorithm_train_from_a_folder_outside_the_checkou
     assert files.read_json(out / "evaluation.json")["splits"]["test"]["sampled"]["n"] == 3
 
 
+@pytest.mark.slow
 def test_resume_accepts_unchanged_plugins_and_refuses_changed_ones(plugged, monkeypatch, capsys):
     """Each refusal names the flag and the file. An equal file at another path is the same plug-in."""
     folder, flags = plugged
@@ -308,7 +309,6 @@ def test_resume_accepts_unchanged_plugins_and_refuses_changed_ones(plugged, monk
         assert error.startswith(f"gcd.py: error: --resume: {flag}={copied}: ") and "changed since" in error
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flag, text, name, base", [
     ("--env", GUESS.replace("def oracle", "def orcale"), "orcale", "envs.Environment"),
     ("--env", GUESS.replace("    labels =", "    noop_mesage ="), "noop_mesage", "envs.Environment"),
@@ -326,6 +326,7 @@ def test_a_public_name_that_the_base_class_does_not_declare_is_refused(tmp_path,
 
 # JSON actions and token advantages
 
+@pytest.mark.slow
 def test_json_actions_and_token_advantages_train_together(outside, monkeypatch):
     """Two iterations from a folder outside the checkout: the token advantages reach the update as written."""
     monkeypatch.chdir(outside)
@@ -355,7 +356,6 @@ def test_json_actions_and_token_advantages_train_together(outside, monkeypatch):
     assert all(json.loads(turn.action).keys() == {"guess"} for turn in episode.turns if turn.valid)
 
 
-@pytest.mark.fast
 def test_the_json_environment_accepts_any_spelling_of_an_action_and_refuses_the_rest():
     example = import_example("json_guess")
     environment = example.Environment()
@@ -372,7 +372,6 @@ def test_the_json_environment_accepts_any_spelling_of_an_action_and_refuses_the_
     assert game.step('{"guess": 1}').won
 
 
-@pytest.mark.fast
 def test_the_json_environment_brings_its_own_words():
     """For a model that writes: rules, how to answer, and a parser that reads each command back."""
     environment = import_example("json_guess").Environment()
@@ -382,7 +381,6 @@ def test_the_json_environment_brings_its_own_words():
     assert environment.parse("I guess 8.") is None
 
 
-@pytest.mark.fast
 def test_the_json_environment_of_the_example_is_sound():
     """As `test_the_environment_of_the_example_is_sound`; all its admissible commands are accepted."""
     environment, texts = import_example("json_guess").Environment(), set()
@@ -399,7 +397,6 @@ def test_the_json_environment_of_the_example_is_sound():
     assert remainders(texts, environment.vocabulary()) == {""}
 
 
-@pytest.mark.fast
 def test_token_weights_by_hand():
     """Powers 1, 1/2 and 1/4 of 1/2 sum to 7/4; their mean is made 1."""
     weights = import_example("token_weight").token_weights

@@ -82,6 +82,7 @@ def undisturbed(start, trained, tmp_path_factory):
 
 # Resuming is exact
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--kl", "loss", "--kl-coef", 1], ["--admissible-only"]],
                          ids=["plain", "kl", "restricted"])
 def test_an_interrupted_run_resumes_exactly(start, undisturbed, tmp_path, monkeypatch, flags):
@@ -94,6 +95,7 @@ def test_an_interrupted_run_resumes_exactly(start, undisturbed, tmp_path, monkey
     assert json.loads((parts / "stages.json").read_text())["rl"] > seconds               # of both parts
 
 
+@pytest.mark.slow
 def test_kept_checkpoints_are_the_models_of_their_iterations(start, tmp_path, monkeypatch):
     """Also in a run that was resumed."""
     full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--keep-checkpoints", 1]
@@ -112,6 +114,7 @@ def test_kept_checkpoints_are_the_models_of_their_iterations(start, tmp_path, mo
         assert found["instruction"] == state["instruction"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("crash_at, method", [(0, ""), (0, "--algo ppo --group-size 1"), (1, "")])
 def test_a_crashed_run_resumes_from_its_last_checkpoint(start, undisturbed, tmp_path, monkeypatch, crash_at,
                                                         method):
@@ -132,6 +135,7 @@ def test_a_crashed_run_resumes_from_its_last_checkpoint(start, undisturbed, tmp_
     assert same(weights(full), weights(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_moments_of_the_cold_start_do_not_leak_into_rl(start, tmp_path, monkeypatch):
     """A larger model's, which is trained by RL's own optimizer; here they are made up."""
     cold_start_of, iteration, left = gcd.cold_start, gcd.iteration, []
@@ -156,6 +160,7 @@ def assert_same_run(full, parts):
         assert uninterrupted == resumed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "crashed"])
 def test_dagger_resumes_exactly_between_rounds(undisturbed, tmp_path, monkeypatch, capsys, how):
     """Saved every second round, ended in round 3, resumed from 2; Muon's moments are restored."""
@@ -183,6 +188,7 @@ def test_dagger_resumes_exactly_between_rounds(undisturbed, tmp_path, monkeypatc
     assert_same_run(full, parts)
 
 
+@pytest.mark.slow
 def test_ppo_resumes_exactly_with_its_critic(start, tmp_path, monkeypatch):
     full, parts = tmp_path / "full", tmp_path / "parts"
     flags = [*start_from(start), "--algo", "ppo", "--tasks", 16, "--group-size", 1, "--iterations", 3]
@@ -215,6 +221,7 @@ class Method(replay.Method):
 """
 
 
+@pytest.mark.slow
 def test_an_algorithm_resumes_exactly_with_its_memory_random_numbers_and_critic_of_any_kind(
         tmp_path, monkeypatch):
     """The critic has buffers, of which one is a plain number, and its optimizer is not Adam. Episodes that
@@ -238,6 +245,7 @@ def test_an_algorithm_resumes_exactly_with_its_memory_random_numbers_and_critic_
     assert all(len(files.read_lines(path)[0]) == 32 for path in (full / "rollouts").iterdir())
 
 
+@pytest.mark.slow
 def test_a_run_with_correction_resumes_with_its_instruction(tmp_path, tmp_path_factory, monkeypatch, capsys):
     """So does a run that begins from its model, and may then be too short to make one of its own."""
     full, parts = tmp_path / "full", tmp_path / "parts"
@@ -254,6 +262,7 @@ def test_a_run_with_correction_resumes_with_its_instruction(tmp_path, tmp_path_f
     assert_one_error(capsys, "--correction-every=10: above --iterations=1, so no instruction is made")
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_the_rollout_discards_the_iteration_and_resume_repeats_it(start, undisturbed, tmp_path,
                                                                              monkeypatch, capsys):
     """No turn is played after those of the same tick; the saved weights are those before the iteration."""
@@ -279,6 +288,7 @@ def test_ctrl_c_in_the_rollout_discards_the_iteration_and_resume_repeats_it(star
     assert [without_times(row) for row in rows(full)] == [without_times(row) for row in rows(parts)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module, name", [(cold_start, "demonstrate"), (files, "origin_of")])
 def test_a_signal_stops_demonstrations_and_the_hashing_of_games(tmp_path, monkeypatch, capsys, module, name):
     function = getattr(module, name)
@@ -293,6 +303,7 @@ def test_a_signal_stops_demonstrations_and_the_hashing_of_games(tmp_path, monkey
     assert capsys.readouterr().err.rstrip().endswith("stopped; nothing to save yet")
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_at_once_without_a_traceback(start, tmp_path, monkeypatch, capsys):
     def pressed(*arguments):
         for _ in range(2):
@@ -305,6 +316,7 @@ def test_a_second_ctrl_c_ends_at_once_without_a_traceback(start, tmp_path, monke
     assert "stopped at once" in error and "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_a_terminal_that_closes_saves_and_exits(start, tmp_path):
     out = tmp_path / "out"
     command = [ROOT / "gcd.py", *TINY, "--out", out, *start_from(start), "--iterations", 500,
@@ -325,6 +337,7 @@ def test_a_terminal_that_closes_saves_and_exits(start, tmp_path):
 
 # Resuming needs the same run
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags, message", [
     (["--algo", "gigpo"], "algo was grpo, is gigpo; normalize_std was False, is True"),
     (["--seed", 1], "seed was 0, is 1"), (["--invalid-penalty", 2], "invalid_penalty was 0.1, is 2.0"),
@@ -338,6 +351,7 @@ def test_a_run_resumes_with_its_own_settings_only(start, trained, tmp_path, caps
     assert same(before, weights(tmp_path))
 
 
+@pytest.mark.slow
 def test_settings_of_place_and_speed_may_change(trained, tmp_path):
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     faster = ["--slots", 3, "--checkpoint-every", 1, "--microbatch-tokens", 512]
@@ -350,7 +364,7 @@ def remarks(capsys):
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("--resume: ")]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_resume_prints_what_changes_the_rounding(start, finished, capsys):
     """And nothing if nothing does. Of an older checkpoint, ranks and device are unknown."""
     flags = [*start_from(start), "--resume"]
@@ -370,6 +384,7 @@ def test_resume_prints_what_changes_the_rounding(start, finished, capsys):
     assert remarks(capsys) == []
 
 
+@pytest.mark.slow
 def test_resume_prints_another_commit_and_other_versions(start, finished, monkeypatch, capsys):
     was = resume.first_record(finished)["commit"]
     monkeypatch.setattr(files, "commit", lambda: "abc1234")
@@ -380,6 +395,7 @@ def test_resume_prints_another_commit_and_other_versions(start, finished, monkey
     assert line.endswith("; it continues with commit abc1234, python 9.9")
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_does_not_end_where_it_was_cut(start, tmp_path, monkeypatch, capsys):
     """It would read as finished, with a part of its learning rate's decay. Its own total continues it."""
     full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--iterations", 3]
@@ -396,6 +412,7 @@ def test_a_run_that_was_cut_does_not_end_where_it_was_cut(start, tmp_path, monke
     assert same(weights(full), weights(parts))
 
 
+@pytest.mark.slow
 def test_without_decay_a_run_may_end_where_it_was_cut(start, tmp_path, monkeypatch):
     """It is then the run of that many iterations, and says so."""
     full, parts, flags = tmp_path / "full", tmp_path / "parts", [*start_from(start), "--iterations", 3]
@@ -410,6 +427,7 @@ def test_without_decay_a_run_may_end_where_it_was_cut(start, tmp_path, monkeypat
     assert (state["iteration"], state["settings"]["iterations"]) == (1, 1)
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_the_weights_before_is_set_aside_by_a_run_that_trains_on(tmp_path, capsys):
     """Its file and its episodes: else the report would show it as the trained model's. So is
     one of other splits or by another protocol."""
@@ -433,7 +451,7 @@ def test_an_evaluation_of_the_weights_before_is_set_aside_by_a_run_that_trains_o
     assert files.settings_in(files.read_lines(out / "metrics.jsonl")[0])["iterations"] == 1
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("flags, other", [
     ([], False), (["--evaluate", "L1,L0"], False), (["--evaluate", "L0"], True),
     (["--evaluate", "none"], False), (["--protocol", "eight"], True), (["--evaluate-tasks", "5"], True)])
@@ -458,7 +476,6 @@ def test_an_evaluation_by_another_protocol_is_another(tmp_path, flags, other):
     assert resume.evaluates_otherwise(without, tmp_path, instructed)
 
 
-@pytest.mark.fast
 def test_an_instruction_stays_in_its_environment(tmp_path):
     state = {"instruction": "Look first.", "settings": {"env": "household"}}
     assert resume.instruction_of(tmp_path, state, "household") == "Look first."
@@ -466,7 +483,6 @@ def test_an_instruction_stays_in_its_environment(tmp_path):
     assert resume.instruction_of(tmp_path, {}, "household") == ""
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("began", [{"games_hash": {"train": "h"}, "config": {"iterations": 9}}, {}])
 def test_games_elsewhere_are_refused_where_their_content_is_unknown(tmp_path, began):
     settings = config.parse(["--iterations", "9", "--games", "here"])
@@ -477,7 +493,6 @@ def test_games_elsewhere_are_refused_where_their_content_is_unknown(tmp_path, be
     resume.check_resumed(settings, state | {"iteration": 9}, began)             # it trains no more
 
 
-@pytest.mark.fast
 def test_settings_that_change_no_game_may_differ(monkeypatch):
     """On --resume, and in an evaluation that is continued."""
     then, now = (config.parse(["--games", games]) for games in ("there", "here"))
@@ -491,7 +506,6 @@ def test_settings_that_change_no_game_may_differ(monkeypatch):
         assert (evaluation.conditions_of(then, {}) == evaluation.conditions_of(now, {})) is bool(free)
 
 
-@pytest.mark.fast
 def test_a_setting_that_is_newer_than_the_run_had_its_default():
     """It may have no flag, and another value by a preset."""
     settings = config.parse(["--preset", "paper"])
@@ -503,6 +517,7 @@ def test_a_setting_that_is_newer_than_the_run_had_its_default():
     resume.check_resumed(other, {"iteration": 1, "settings": then}, {})
 
 
+@pytest.mark.slow
 def test_resume_compares_the_games_by_content(start, tmp_path, monkeypatch, capsys):
     """As long as the run trains, wherever they lie then."""
     out, path = tmp_path / "out", tmp_path / "games.jsonl.gz"
@@ -533,6 +548,7 @@ def test_resume_compares_the_games_by_content(start, tmp_path, monkeypatch, caps
 FEW = ["--demonstrations", 8, "--judge-demonstrations", 4, "--cold-start-batch", 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 4, 6])
 def test_a_stopped_cold_start_resumes_exactly(undisturbed, tmp_path, monkeypatch, capsys, step):
     """In its first stage of 4 steps, between the two, in the second; Muon's moments are restored."""
@@ -552,6 +568,7 @@ def test_a_stopped_cold_start_resumes_exactly(undisturbed, tmp_path, monkeypatch
     assert_same_run(full, parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [FEW, [*FEW, "--dagger", 4]], ids=["plain", "dagger"])
 def test_a_stop_in_the_judges_demonstrations_keeps_the_first_stage(undisturbed, tmp_path, monkeypatch, capsys,
                                                                    flags):
@@ -573,7 +590,6 @@ def test_a_stop_in_the_judges_demonstrations_keeps_the_first_stage(undisturbed, 
     assert_same_run(full, parts)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("cold", [5, {"rounds": 2}, {"rounds": "2", "steps": 3, "muon": None}])
 def test_a_malformed_cold_start_in_a_checkpoint_is_named(cold):
     state = {"iteration": None, "settings": {}, "seconds": {}, "instruction": None}
@@ -582,7 +598,6 @@ def test_a_malformed_cold_start_in_a_checkpoint_is_named(cold):
         resume.check_state("trainer.pt", state | {"cold": cold})
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name, value", [("seconds", {"rl": None}), ("seconds", {"rl": torch.zeros(3)}),
                                          ("cold_start_types", torch.zeros(0)), ("algorithm", None)])
 def test_a_malformed_entry_of_a_checkpoints_state_is_named(name, value):
@@ -593,6 +608,7 @@ def test_a_malformed_entry_of_a_checkpoints_state_is_named(name, value):
         resume.check_state("trainer.pt", state | {name: value})
 
 
+@pytest.mark.slow
 def test_a_stop_that_one_rank_hears_stops_and_saves_on_all(start, tmp_path):
     """Saving is a collective: a rank that went on would wait in another one."""
     out = tmp_path / "run"
@@ -605,7 +621,7 @@ def test_a_stop_that_one_rank_hears_stops_and_saves_on_all(start, tmp_path):
     assert checkpoint.read_trainer(out / "checkpoint")["state"]["iteration"] == len(rows(out)) < 400
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_damaged_weights_are_refused_or_replaced_by_the_checkpoint_before(trained, tmp_path, capsys):
     """They would load as other weights."""
     out = tmp_path / "run"
@@ -622,7 +638,7 @@ def test_damaged_weights_are_refused_or_replaced_by_the_checkpoint_before(traine
     assert train(out, *resumed) == 0 and path.read_bytes() == content
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_checkpoint_whose_state_is_malformed_is_not_resumed(trained, tmp_path, capsys):
     out = tmp_path / "run"
     shutil.copytree(trained, out)
@@ -649,7 +665,7 @@ def contents(folder):
             if path.is_file() and path.name != files.LOCK}
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_folder_that_holds_a_run_is_refused(start, finished, capsys):
     before = contents(finished)
     assert train(finished, *start_from(start)) == 1
@@ -659,6 +675,7 @@ def test_a_folder_that_holds_a_run_is_refused(start, finished, capsys):
     assert train(finished, *start_from(start)) == 1
 
 
+@pytest.mark.slow
 def test_overwrite_sets_the_old_run_aside_even_if_stopped_early(start, finished, monkeypatch):
     """A regression test: a Ctrl-C in the new run once replaced a trained checkpoint."""
     before = contents(finished)
@@ -670,6 +687,7 @@ def test_overwrite_sets_the_old_run_aside_even_if_stopped_early(start, finished,
     assert len(rows(finished.with_name("out.old-2"))) == len(rows(finished)) == 1
 
 
+@pytest.mark.slow
 def test_overwrite_of_a_link_renames_the_link(start, finished):
     """What it points to stays where it is, and further commands work."""
     before, link = contents(finished), finished.with_name("link")
@@ -685,6 +703,7 @@ def test_overwrite_of_a_link_renames_the_link(start, finished):
     assert link.with_name("link.old-3").is_dir() and len(rows(link)) == 2
 
 
+@pytest.mark.slow
 def test_a_link_as_checkpoint_is_followed(start, finished, tmp_path):
     """Saved through when resumed; set aside as a link when overwritten."""
     elsewhere, link = tmp_path / "elsewhere", finished / "checkpoint"
@@ -699,7 +718,7 @@ def test_a_link_as_checkpoint_is_followed(start, finished, tmp_path):
     assert weights(finished.with_name("out.old-1")).keys() == weights(finished).keys()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("here, out", [(".", "."), ("checkpoint", ".."), ("checkpoint", "OUT"),
                                        (".", "checkpoint/..")])
 def test_overwrite_does_not_rename_the_working_directory(start, finished, monkeypatch, capsys, here, out):
@@ -712,7 +731,6 @@ def test_overwrite_does_not_rename_the_working_directory(start, finished, monkey
     assert train(out, *start_from(start), "--resume", "--overwrite") == 0
 
 
-@pytest.mark.fast
 def test_overwrite_takes_no_setting_of_a_plugin_for_a_path(tmp_path):
     """Household's --games is one; another environment's may be a number."""
     text = (ROOT / "examples" / "guess.py").read_text(encoding="utf-8")
@@ -725,7 +743,7 @@ def test_overwrite_takes_no_setting_of_a_plugin_for_a_path(tmp_path):
     assert resume.starting_point(settings, out, job.Ranks(0, 1, torch.device("cpu"))) == (None, None)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_overwrite_does_not_set_aside_what_the_run_needs(start, finished, capsys, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "key")
     for flag, name in (("--env", "mine.py"), ("--games", "games.jsonl.gz"), ("--model", "checkpoint"),
@@ -742,7 +760,6 @@ def test_overwrite_does_not_set_aside_what_the_run_needs(start, finished, capsys
     assert not finished.with_name("out.old-1").exists()
 
 
-@pytest.mark.fast
 def test_a_folder_may_be_called_as_what_is_built_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("household", "grpo"):
@@ -750,7 +767,7 @@ def test_a_folder_may_be_called_as_what_is_built_in(tmp_path, monkeypatch):
         resume.check_apart(config.parse(["--env", "household", "--algo", "grpo"]), tmp_path / name)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reference", "adapter", "kept"])
 def test_a_folder_of_a_runs_models_is_refused(start, tmp_path, capsys, name):
     (tmp_path / "out" / name).mkdir(parents=True)
@@ -758,7 +775,7 @@ def test_a_folder_of_a_runs_models_is_refused(start, tmp_path, capsys, name):
     assert_one_error(capsys, f"--out={tmp_path / 'out'}: holds a run; --resume continues it")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["file", "link to a file", "link to nothing", "link to itself", "in a file"])
 def test_an_out_that_is_no_folder_is_named(start, tmp_path, capsys, kind):
     (tmp_path / "file").write_text("mine")
@@ -774,6 +791,7 @@ def test_an_out_that_is_no_folder_is_named(start, tmp_path, capsys, kind):
     assert {path.name for path in tmp_path.iterdir()} == {"file", *(["link"] if target else [])}
 
 
+@pytest.mark.slow
 def test_resume_with_overwrite_continues_if_possible_and_starts_over_if_not(start, finished, capsys):
     before, aside = weights(finished), finished.with_name("out.old-1")
     both = [*start_from(start), "--resume", "--overwrite"]
@@ -785,6 +803,7 @@ def test_resume_with_overwrite_continues_if_possible_and_starts_over_if_not(star
     assert train(finished.with_name("new"), *both, "--iterations", 0) == 0
 
 
+@pytest.mark.slow
 def test_without_the_kls_reference_a_run_starts_over_if_it_may(start, tmp_path, capsys):
     out, flags = tmp_path / "out", [*start_from(start), "--kl", "loss", "--no-lr-decay"]
     assert train(out, *flags, "--iterations", 1) == 0
@@ -797,6 +816,7 @@ def test_without_the_kls_reference_a_run_starts_over_if_it_may(start, tmp_path, 
     assert "so it starts over" in capsys.readouterr().err and len(rows(out)) == 2
 
 
+@pytest.mark.slow
 def test_a_finished_run_with_a_kl_is_evaluated_again_without_its_reference(start, tmp_path):
     out, flags = tmp_path / "out", [*start_from(start), "--kl", "loss", "--iterations", 1]
     flags += ["--evaluate-tasks", 3]
@@ -806,6 +826,7 @@ def test_a_finished_run_with_a_kl_is_evaluated_again_without_its_reference(start
     assert [*files.read_json(out / "evaluation.json")["splits"]] == ["L1"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_read_today_is_neither_broken_nor_started_over(start, finished, capsys,
                                                                                   monkeypatch):
     """As by a stale handle of a network file system; the next --resume continues."""
@@ -817,6 +838,7 @@ def test_a_checkpoint_that_cannot_be_read_today_is_neither_broken_nor_started_ov
         assert contents(finished) == before and "starts over" not in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_all_ranks_hear_that_a_run_may_not_continue(start, finished, monkeypatch):
     """--games may differ between machines, so that one rank alone refuses."""
     collective, depth, checked = parallel.collective, [], []
@@ -834,6 +856,7 @@ def test_all_ranks_hear_that_a_run_may_not_continue(start, finished, monkeypatch
     assert checked == [1]
 
 
+@pytest.mark.slow
 def test_resume_refuses_the_metrics_or_weights_of_a_different_run(start, finished, tmp_path, capsys):
     assert train(tmp_path / "other", *start_from(start), "--seed", 1) == 0
     shutil.copy(tmp_path / "other" / "metrics.jsonl", finished)
@@ -843,6 +866,7 @@ def test_resume_refuses_the_metrics_or_weights_of_a_different_run(start, finishe
     assert_one_error(capsys, f"began with other weights than --model={finished / 'checkpoint'} holds")
 
 
+@pytest.mark.slow
 def test_resume_refuses_a_model_for_a_run_that_began_without_one(tmp_path, start, capsys):
     fresh = ["--demonstrations", 8, "--judge-demonstrations", 0, "--iterations", 0]
     assert train(tmp_path, *fresh) == 0 and train(tmp_path, *fresh, "--resume") == 0
@@ -851,7 +875,7 @@ def test_resume_refuses_a_model_for_a_run_that_began_without_one(tmp_path, start
     assert_one_error(capsys, f"{tmp_path} began with a fresh model, not with --model={start}")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_one_process_writes_at_a_time_and_the_error_names_it(start, finished, capsys):
     before = contents(finished)
     with files.locked(finished):
@@ -862,6 +886,7 @@ def test_one_process_writes_at_a_time_and_the_error_names_it(start, finished, ca
     assert train(finished, *start_from(start), "--resume") == 0
 
 
+@pytest.mark.slow
 def test_lines_logged_after_the_last_checkpoint_are_not_duplicated(start, tmp_path, monkeypatch):
     """episodes.jsonl and metrics.jsonl, evaluation included, equal those of an undisturbed run."""
     flags = [*start_from(start), "--iterations", 3, "--evaluate", "L2", "--protocol", "sampled",
@@ -887,6 +912,7 @@ def test_lines_logged_after_the_last_checkpoint_are_not_duplicated(start, tmp_pa
     assert (full / "episodes.jsonl").read_text() == (parts / "episodes.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [True, False])
 def test_resume_repairs_a_kill_between_the_two_renames(start, finished, written):
     checkpoint = finished / "checkpoint"

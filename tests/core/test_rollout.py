@@ -26,7 +26,6 @@ from lm.chat import Chat
 from lm.engine import Response, Sampling
 from rollout import Episode, Turn
 
-pytestmark = pytest.mark.fast
 LIMIT = 3                                        # max_response_tokens: short enough to cut some responses
 
 
@@ -93,6 +92,7 @@ def test_played_tokens_and_logprobs_equal_the_oracles(model, chat, tokenizer, te
             assert turn.logprob_old == pytest.approx(logprobs, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 3, 8])
 def test_an_override_may_replace_the_models_response(model, chat, tokenizer, slots):
     specs = make_specs(4, 2)
@@ -123,6 +123,7 @@ def test_the_fixture_covers_every_case(model, chat):
     assert {turn.response_ids[-1] for turn in turns} > set(chat.stop_ids)   # both stops; truncated ones
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("history", [0, 2])
 @pytest.mark.parametrize("slots", [2, 5, 40])
 def test_any_number_of_slots_plays_the_same_episodes(model, chat, slots, history):
@@ -136,6 +137,7 @@ def test_any_number_of_slots_plays_the_same_episodes(model, chat, slots, history
     assert [(e.task, e.group, e.index) for e in batched] == [(s.task, s.group, s.index) for s in specs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("history", [0, 2])
 def test_the_length_of_a_tick_does_not_change_the_episodes(model, chat, monkeypatch, history):
     """With a tick of one token, rows that end early start their next turn while others still generate."""
@@ -157,6 +159,7 @@ def test_streams_determine_the_episodes(model, chat):
     assert len({json.dumps(episode) for episode in one}) > 4                     # members of a group differ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots, groups, size", [(2, 1, 4), (3, 2, 3), (8, 2, 4)])
 def test_every_token_is_computed_once_and_equal_prompts_once(model, chat, monkeypatch, slots, groups, size):
     """Those of a group's first turn whenever they start, later ones if they start in the same tick."""
@@ -374,6 +377,7 @@ class FragileSend(FragileProcess):
         return getattr(Corridor, verb)(self, *arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Fragile, FragileProcess, FragileSend])
 @pytest.mark.parametrize("deaths", [(1,), (5,), (7, 8, 9), (12,)])
 def test_a_lost_episode_restarts(model, chat, monkeypatch, deaths, kind):
@@ -396,6 +400,7 @@ def test_a_lost_episode_restarts(model, chat, monkeypatch, deaths, kind):
         assert ids and others == [ids, ids]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Corridor, InAnotherProcess])
 def test_a_game_of_this_process_answers_in_the_tick_in_which_it_was_asked(model, chat, monkeypatch, kind):
     """A game of another process has a tick more, in which the device samples other rows; the first loop only
@@ -422,6 +427,7 @@ def test_an_engine_that_keeps_dying_is_an_error(model, chat):
         rollout.play(model, chat, [Fragile()], make_specs(1, 1), Sampling(max_response_tokens=4), 6, 400)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spare", [0, -1, 7])
 def test_a_prompt_that_outgrows_the_context_ends_its_episode_only(model, chat, spare):
     """At spare 0 the middle episode's last prompt fits to the last token; at -1 it does not."""

@@ -47,6 +47,7 @@ def assert_trained(out):
     return [turn for episode in episodes for turn in episode["turns"]], {e["ended"] for e in episodes}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", [SHOP, CALCULATOR], ids=["shop", "calculator"])
 def test_the_small_model_learns_to_call_tools_from_scratch(tmp_path, env):
     assert train(tmp_path / "run", env=env, hidden_size=32, layers=2) == 0
@@ -74,6 +75,7 @@ def chat_model(folder, environment, monkeypatch):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TRL, reason="needs TRL's chat templates: pip install trl")
 def test_a_model_with_a_chat_template_trains_with_its_tools(tmp_path, monkeypatch):
     """Prompts are the template's, tool role included; the run's files hold the calls and the answers."""
@@ -96,6 +98,7 @@ def test_a_model_with_a_chat_template_trains_with_its_tools(tmp_path, monkeypatc
         tools=environment.tools(), add_generation_prompt=True, tokenize=False)
 
 
+@pytest.mark.slow
 def test_a_model_whose_template_has_no_tools_is_refused_before_work(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(small, "SPECIAL_TOKENS", ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
     small.save_small_model(tmp_path / "qwen", ["good"], 32, 1, 1024, True, True, 0)

@@ -64,7 +64,7 @@ def prepared(out, *flags):
     return session.prepare(settings, job.setup("cpu"), False, ExitStack())
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("flags, n", [
     ("--slots 3", 3), ("", 16), ("--tasks 1 --evaluate L1 --evaluate-tasks 5 --protocol eight", 40),
     ("--evaluate L0,L1", 128), ("--evaluate L1 --protocol rlvmr --slots 200", 128),
@@ -74,6 +74,7 @@ def test_there_are_as_many_games_as_are_played_at_once(tmp_path, flags, n):
     assert len(run.games) == run.slots.n == n
 
 
+@pytest.mark.slow
 def test_the_recorded_task_types_of_the_cold_start_are_those_of_the_weights(tmp_path):
     """Through RL and through --resume; None without a cold start."""
     few = ["--demonstrations", 4, "--judge-demonstrations", 0, "--cold-start-types"]
@@ -99,6 +100,7 @@ def test_the_recorded_task_types_of_the_cold_start_are_those_of_the_weights(tmp_
 
 # The files of a run
 
+@pytest.mark.slow
 def test_every_line_of_the_metrics_is_complete(trained):
     first, *lines = files.read_lines(trained / "metrics.jsonl")[0]
     assert first["config"]["judge_labels"] == "oracle" and first["versions"]["torch"] == torch.__version__
@@ -130,7 +132,6 @@ def test_every_line_of_the_metrics_is_complete(trained):
     assert [line["policy/lr"] for line in lines] == [6e-4, 3e-4]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("warmup, decay, want", [
     (0, True, [1, 0.75, 0.5, 0.25]), (0, False, [1, 1, 1, 1]), (3, False, [0.25, 0.5, 0.75, 1]),
     (1, True, [0.5, 0.75, 0.5, 0.25])])
@@ -139,6 +140,7 @@ def test_the_learning_rate_rises_and_decays_linearly(warmup, decay, want):
     assert [gcd.lr_factor(settings, i) for i in range(4)] == want
 
 
+@pytest.mark.slow
 def test_stages_and_episodes(trained):
     assert files.read_json(trained / "stages.json")["rl"] > 0
     episodes, _ = files.read_lines(trained / "episodes.jsonl")
@@ -150,10 +152,12 @@ def test_stages_and_episodes(trained):
     assert judged and all(len(turn["verdicts"]) == 4 and turn["label"] for turn in judged)
 
 
+@pytest.mark.slow
 def test_the_checkpoint_loads_in_transformers(trained):
     assert_loads_in_transformers(trained / "checkpoint", "go to cabinet 1")
 
 
+@pytest.mark.slow
 def test_the_evaluation_counts_every_task_of_a_split_in_three_modes(start, tmp_path, capsys):
     flags = [*start_from(start), "--iterations", 0, "--evaluate", "dev", "--max-turns", 2]
     assert train(tmp_path, *flags) == 0
@@ -173,6 +177,7 @@ def test_the_evaluation_counts_every_task_of_a_split_in_three_modes(start, tmp_p
     assert sampled["splits"] == {"dev": {"sampled": found["splits"]["dev"]["sampled"]}}
 
 
+@pytest.mark.slow
 def test_protocol_eight_plays_every_task_eight_times_with_different_streams(start, tmp_path, monkeypatch):
     specs, play = [], rollout.play
     monkeypatch.setattr(rollout, "play", lambda *given, **more: (
@@ -191,6 +196,7 @@ def test_protocol_eight_plays_every_task_eight_times_with_different_streams(star
 
 # Results
 
+@pytest.mark.slow
 def test_at_weight_0_the_judge_is_logged_and_the_policy_is_plain_grpo(start, trained, tmp_path):
     assert train(tmp_path / "zero", *start_from(start), "--judge-weight", 0) == 0
     assert train(tmp_path / "off", *start_from(start), "--no-gcd") == 0
@@ -200,6 +206,7 @@ def test_at_weight_0_the_judge_is_logged_and_the_policy_is_plain_grpo(start, tra
     assert not any("judge/turns" in row for row in rows(tmp_path / "off"))
 
 
+@pytest.mark.slow
 def test_a_seed_fixes_the_run(start, trained, tmp_path):
     for name, seed in (("again", 0), ("other", 1)):
         assert train(tmp_path / name, *start_from(start), "--seed", seed) == 0
@@ -217,6 +224,7 @@ def once(start, tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [
     "--kl loss --kl-coef 1", "--kl reward --kl-coef 1", "--history 2", "--normalize-std", "--variant code",
     "--reduction episode", "--reduction constant", "--invalid format",
@@ -234,6 +242,7 @@ def test_a_flag_changes_the_result(start, trained, once, tmp_path, flags):
         assert all(row["policy/kl_nats"] > 0 for row in rows(tmp_path))
 
 
+@pytest.mark.slow
 def test_the_kl_penalty_is_the_reverse_kl_centered_in_its_group(start, tmp_path):
     """coef * sum over sampled tokens of log pi_old - log pi_ref, by an uncached forward per turn."""
     run = prepared(tmp_path, *start_from(start), "--kl", "reward", "--kl-coef", 0.5)
@@ -251,6 +260,7 @@ def test_the_kl_penalty_is_the_reverse_kl_centered_in_its_group(start, tmp_path)
     assert kl_penalty(run, run.model, episodes).abs().max() < rounding(largest)         # 0 against itself
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["--kl loss", "--kl reward", "--algo ppo --group-size 1 --no-gcd"])
 def test_reference_and_critic_are_offloaded_except_during_their_forwards(start, tmp_path, monkeypatch, flags):
     """From their creation on; and while one of them is on the device, the policy is in use with it."""
@@ -304,6 +314,7 @@ def turn_kl(reference, turn):
     return sum(turn.logprob_old) - float(logprob.sum())
 
 
+@pytest.mark.slow
 def test_a_truncated_response_fails_the_episode_or_is_an_invalid_turn(start, tmp_path):
     for how in ("fail", "invalid"):
         flags = [*start_from(start), "--max-response-tokens", 2, "--iterations", 1]
@@ -313,6 +324,7 @@ def test_a_truncated_response_fails_the_episode_or_is_an_invalid_turn(start, tmp
     assert invalid["rollout/truncated_frac"] > 0.5 and invalid["rollout/turns"] == 8
 
 
+@pytest.mark.slow
 def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
     """No episode is won and invalid turns have no penalty: all groups are equal; refill plays 4 rounds."""
     flags = [*start_from(start), "--invalid-penalty", 0, "--max-turns", 2, "--no-gcd", "--iterations", 1]
@@ -324,6 +336,7 @@ def test_groups_of_equal_rewards_are_kept_dropped_or_refilled(start, tmp_path):
     assert steps == {"keep": [2], "drop": [0], "refill": [0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["oracle", "shuffled"])
 def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tmp_path, monkeypatch, kind):
     """Of each round's questions only those with unequal rewards are trained; no turn is asked about twice.
@@ -357,6 +370,7 @@ def test_redrawing_asks_about_other_turns_until_enough_have_a_gradient(start, tm
     assert len({tuple(sample.turns[0].prompt_ids + sample.turns[0].response_ids) for sample in samples}) <= 6
 
 
+@pytest.mark.slow
 def test_an_untied_small_model_starts_as_the_tied_one_and_trains_apart(tmp_path):
     folders = {}
     for name, flags in (("tied", ()), ("untied", ("--untied",))):
@@ -372,6 +386,7 @@ def test_an_untied_small_model_starts_as_the_tied_one_and_trains_apart(tmp_path)
     assert not torch.equal(found["lm_head.weight"], found["model.embed_tokens.weight"])
 
 
+@pytest.mark.slow
 def test_refilling_replaces_groups_of_equal_rewards(start, tmp_path):
     """In groups of two episodes of one turn, often both are valid or both are not."""
     flags = [*start_from(start), "--max-turns", 1, "--group-size", 2, "--tasks", 16, "--no-gcd",
@@ -384,7 +399,7 @@ def test_refilling_replaces_groups_of_equal_rewards(start, tmp_path):
     assert refill["rollout/zero_variance_frac"] > 0
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("unequal, rounds, groups", [
     ("1111", 1, [0, 1, 2, 3]), ("1000", 2, [0, 4, 5, 6]), ("0001", 2, [3, 4, 5, 6]),
     ("0000", 4, [0, 1, 2, 3])])
@@ -412,6 +427,7 @@ def test_refilling_keeps_complete_groups_of_unequal_rewards(start, tmp_path, mon
     assert {name.split("/")[1] for name in later} == set("4567") and not later & tasks
 
 
+@pytest.mark.slow
 def test_episodes_have_their_index_group_and_reward(start, tmp_path):
     run = prepared(tmp_path, *start_from(start))
     episodes, played = gcd.collect(run, 0)
@@ -425,6 +441,7 @@ def test_episodes_have_their_index_group_and_reward(start, tmp_path):
     assert set(rewards.groups_of(episodes)) == {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("history", [0, 1])
 def test_saved_rollouts_are_all_that_was_played_and_have_the_models_logprobs(start, tmp_path, history,
@@ -456,7 +473,7 @@ def test_saved_rollouts_are_all_that_was_played_and_have_the_models_logprobs(sta
             assert turn["logprob"] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_unmeasured_metrics_are_logged_as_null_not_zero(start, tmp_path):
     """Every group's rewards are equal, so the steps train the judge alone."""
     assert train(tmp_path, *start_from(start), "--iterations", 1, "--invalid-penalty", 0,
@@ -482,6 +499,7 @@ def nearest_draws(monkeypatch):
     return distances
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["--algo ppo --tasks 16", "--algo nthr", "--lora 4 --kl loss"])
 def test_two_ranks_log_the_same_as_one(start, tmp_path, monkeypatch, method):
     """The cold start's learning rate is 0, so that both start RL with the same bits. They sample the same
@@ -528,6 +546,7 @@ def numbers(out, phase="rl"):
 
 # Learning
 
+@pytest.mark.slow
 def test_a_cold_start_learns_to_win(tmp_path):
     """After 400 demonstrations many of 128 games are won; before, no command is valid.
 
@@ -548,6 +567,7 @@ def test_a_cold_start_learns_to_win(tmp_path):
     assert fresh["rollout/success"] == 0 and taught["success"] > 0.2                     # over 0.51
 
 
+@pytest.mark.slow
 def test_rl_unlearns_invalid_turns(start, tmp_path):
     """24 iterations with a penalty for invalid turns. In three seeds their share fell by 0.26 or more, from
     0.63.
@@ -561,7 +581,7 @@ def test_rl_unlearns_invalid_turns(start, tmp_path):
 
 # Errors after the flags are read
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("flags, message", [
     ("--preset small --model OUT/nowhere", "nowhere: no such folder"), ("--resume", "holds no checkpoint"),
     ("--out OUT/file", "file"), ("--context 34 --no-gcd", "--context=34: the first prompt of task train/"),
@@ -601,7 +621,7 @@ def with_state(folder, **entries):
     torch.save(trainer | {"state": trainer["state"] | entries}, folder / "trainer.pt")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("change, flags, message", [
     (None, "--context 5000", "--context=5000"), (None, "--prompt tags", "cold start had no tags"),
     (None, "--correction critiques --correction-every 1", "had no --instructions"),
@@ -627,7 +647,7 @@ def test_flags_and_small_files_are_checked_before_games_and_weights_are_read(
     assert_one_error(capsys, message)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("change, message", [
     (lambda folder: with_state(folder, settings={"env": "twins"}), "vocabulary of another environment"),
     (lambda folder: os.truncate(folder / "model.safetensors", 5000), "not a safetensors file")])
@@ -639,7 +659,6 @@ def test_the_model_is_checked_before_a_games_engine_is_started(
     assert_one_error(capsys, message)
 
 
-@pytest.mark.fast
 def test_games_are_checked_before_a_fresh_models_vocabulary_which_may_be_played_for(
         tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Environment, "vocabulary", untouched)
@@ -647,7 +666,7 @@ def test_games_are_checked_before_a_fresh_models_vocabulary_which_may_be_played_
     assert_one_error(capsys, "missing: no such file or folder")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_model_for_scienceworld_is_checked_without_playing(start, tmp_path, monkeypatch):
     """By phrases that its every vocabulary holds: playing for all of them takes more than a minute."""
     monkeypatch.setattr(scienceworld, "gold_phrases", untouched)
@@ -659,7 +678,7 @@ def test_a_model_for_scienceworld_is_checked_without_playing(start, tmp_path, mo
     models.check_vocabulary(settings, tmp_path, {}, decoder.load_tokenizer(tmp_path))
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_another_file_of_the_same_name_is_another_environment(start, tmp_path):
     """By its hash, if the state of the run that trained the model has one; then its vocabulary decides."""
     (tmp_path / "guess.py").write_text((ROOT / "examples" / "guess.py").read_text() + "# changed")
@@ -671,7 +690,7 @@ def test_another_file_of_the_same_name_is_another_environment(start, tmp_path):
         models.check_vocabulary(settings, start, previous | {"plugins": {"env": "0" * 16}}, tokenizer)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_missing_package_is_named_before_the_model_is_read(start, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(alfworld, "find_spec", lambda name: None)
     monkeypatch.setattr(decoder, "load_tokenizer", untouched)
@@ -681,7 +700,7 @@ def test_a_missing_package_is_named_before_the_model_is_read(start, tmp_path, ca
     assert_one_error(capsys, "--env=alfworld: not installed; pip install -r requirements-alfworld.txt")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("name, message", [
     ("missing", "missing: no such file or folder"), ("empty", "empty: no game.tw-pddl"),
     ("text.jsonl.gz", "text.jsonl.gz: expected a folder of games"),
@@ -699,7 +718,7 @@ def test_games_that_cannot_be_read_are_named(start, tmp_path, capsys, name, mess
     assert_one_error(capsys, message)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("change, message", [
     ({"pddl_problem": "(define (:init"}, "train/a/2: bad PDDL"),
     ({"pddl_problem": "(" * 5000 + ")" * 5000}, "train/a/2: bad PDDL: nested more than 100 deep"),
@@ -716,7 +735,7 @@ def test_one_broken_game_among_many_is_found_before_any_work(start, tmp_path, ca
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_tokenizer_larger_than_the_models_vocabulary_is_named(start, tmp_path, capsys):
     shutil.copytree(start, tmp_path / "grown")
     path = tmp_path / "grown" / "tokenizer.json"
@@ -727,6 +746,7 @@ def test_a_tokenizer_larger_than_the_models_vocabulary_is_named(start, tmp_path,
     assert_one_error(capsys, "grown/tokenizer.json: has a token ")
 
 
+@pytest.mark.slow
 def test_a_model_whose_logits_are_not_finite_is_not_evaluated_to_zero(start, tmp_path, capsys, monkeypatch):
     """Finite weights, but logits of nan: the sampler raises before anything is reported."""
     rope_tables = decoder.rope_tables
@@ -737,7 +757,7 @@ def test_a_model_whose_logits_are_not_finite_is_not_evaluated_to_zero(start, tmp
     assert not (tmp_path / "evaluation.json").exists()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_an_error_of_torch_is_one_line_with_its_traceback_in_a_file(start, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gcd, "judge_turns", lambda *arguments: torch.zeros(2) @ torch.zeros(3))
     assert train(tmp_path, *start_from(start)) == 1
@@ -745,7 +765,7 @@ def test_an_error_of_torch_is_one_line_with_its_traceback_in_a_file(start, tmp_p
     assert "judge_turns" in (tmp_path / "traceback.txt").read_text()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [MemoryError("no more"), torch.OutOfMemoryError("CUDA out of memory"),
                                    RuntimeError("DefaultCPUAllocator: can't allocate memory: 12 bytes")])
 def test_out_of_memory_names_the_flags_to_lower(start, tmp_path, capsys, monkeypatch, error):
@@ -757,7 +777,7 @@ def test_out_of_memory_names_the_flags_to_lower(start, tmp_path, capsys, monkeyp
     assert_one_error(capsys, "--slots or --context down; while training, --microbatch-tokens")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_dagger_is_logged(tmp_path):
     assert train(tmp_path, "--demonstrations", 8, "--judge-demonstrations", 4, "--dagger", 6,
                  "--iterations", 0) == 0
@@ -768,6 +788,7 @@ def test_dagger_is_logged(tmp_path):
         "cold start: policy", "cold start: policy and judge"}
 
 
+@pytest.mark.slow
 def test_no_folder_outside_out_is_written_to(start, tmp_path, monkeypatch):
     """A regression test: critic and reference, gigabytes, were once written to the temporary directory."""
     def refuse(*arguments, **options):
@@ -782,6 +803,7 @@ def test_no_folder_outside_out_is_written_to(start, tmp_path, monkeypatch):
     assert not [path for path in tmp_path.rglob("fresh*")]
 
 
+@pytest.mark.slow
 @needs_full
 def test_a_run_outlives_its_terminal(start, tmp_path):
     command = [ROOT / "gcd.py", *TINY, "--out", tmp_path / "out", *start_from(start),
@@ -792,6 +814,7 @@ def test_a_run_outlives_its_terminal(start, tmp_path):
     assert len(rows(tmp_path / "out")) == 2 and (tmp_path / "out" / "stages.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables, message", [
     ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2: set without RANK, MASTER_ADDR, MASTER_PORT"),
     ({"RANK": "first"}, "RANK=first WORLD_SIZE=1: expected numbers"),
@@ -805,7 +828,6 @@ def test_incomplete_torchrun_variables_are_named(start, tmp_path, capsys, monkey
     assert_one_error(capsys, message)
 
 
-@pytest.mark.fast
 def test_on_gpus_a_rank_needs_its_number_on_its_machine(monkeypatch):
     """Else all ranks of a machine would take its first GPU."""
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -817,6 +839,7 @@ def test_on_gpus_a_rank_needs_its_number_on_its_machine(monkeypatch):
         job.setup("cuda")
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_old_checkpoint(start, tmp_path, capsys, monkeypatch):
     assert train(tmp_path, *start_from(start), "--iterations", 1) == 0
     before = weights(tmp_path)
@@ -831,6 +854,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(start, tmp_path, capsys, monkeypa
     decoder.load_pretrained(tmp_path / "checkpoint")
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_batch(start, tmp_path, capsys):
     """The first step, with a huge learning rate, breaks the weights; the second raises."""
     assert train(tmp_path, *start_from(start), lr=1e30) == 1
@@ -851,7 +875,7 @@ def offset_sampler(monkeypatch, nats):
     monkeypatch.setattr(engine, "sample_tokens", off)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["policy", "judge"])
 def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(start, tmp_path, capsys, monkeypatch, kind):
     """Either: commands and the judge's answers are sampled by different code."""
@@ -869,6 +893,7 @@ def test_a_sampler_that_disagrees_with_the_trainer_stops_the_run(start, tmp_path
     assert not (tmp_path / "checkpoint").exists()
 
 
+@pytest.mark.slow
 def test_in_bf16_the_samplers_logprobs_are_kept_and_weigh_the_loss(start, tmp_path, monkeypatch):
     """By default; this sampler says that every token was 0.5 nats likelier than it was."""
     offset_sampler(monkeypatch, 0.5)
@@ -895,6 +920,7 @@ def test_in_bf16_the_samplers_logprobs_are_kept_and_weigh_the_loss(start, tmp_pa
     assert not same(weights(tmp_path / "on"), weights(tmp_path / "off"))
 
 
+@pytest.mark.slow
 def test_a_step_without_a_gradient_is_saved_in_full_precision(tmp_path):
     """All rewards are equal: the forwards of --kl reward have no backward, and FSDP's weights stay gathered,
     in bf16.
@@ -909,6 +935,7 @@ def test_a_step_without_a_gradient_is_saved_in_full_precision(tmp_path):
     assert {tensor.dtype for tensor in kept.values()} == {torch.float32} and same(kept, weights(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_small_disagreement_is_logged(start, tmp_path, monkeypatch):
     """Larger than float32's own gap (below 1e-4 at the maximum), and below the limit."""
     offset_sampler(monkeypatch, 6e-5)

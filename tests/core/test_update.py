@@ -28,8 +28,6 @@ from lm import logprobs
 from lm.engine import Sampling
 from rollout import Episode, Turn
 
-pytestmark = pytest.mark.fast
-
 
 def imitated(samples):
     """The same samples without old logprobs, as the cold start has them."""
@@ -383,7 +381,6 @@ def test_rescore_replaces_the_old_logprobs_and_keeps_the_samplers(model, samples
     assert [sample.logprob_sampler for sample in samples] == sampler
 
 
-@pytest.mark.fast
 def test_a_steps_own_logprobs_serve_as_the_old_ones(model, samples):
     """As if rescored before the step: its gradient, its weights of a sampler that is off, and the gap."""
     got = []

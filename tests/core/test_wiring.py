@@ -67,7 +67,6 @@ def judging_run(**settings):
                            sampler=None, sampling=lambda **changes: changes)
 
 
-@pytest.mark.fast
 def test_each_iteration_and_each_redraw_chooses_turns_by_a_seed_of_its_own(given):
     for seed, i in ((7, 0), (7, 1), (7, 0), (8, 0)):
         gcd.judge_turns(judging_run(seed=seed), i, [])
@@ -80,7 +79,6 @@ def test_each_iteration_and_each_redraw_chooses_turns_by_a_seed_of_its_own(given
     assert len(first) == 2 and not any(later)                            # both were asked about in the first
 
 
-@pytest.mark.fast
 def test_questions_and_answers_get_the_room_that_the_flags_leave_them(given):
     gcd.judge_turns(judging_run(), 0, [])
     (_, _, room, *_), = given["candidates"]
@@ -89,7 +87,6 @@ def test_questions_and_answers_get_the_room_that_the_flags_leave_them(given):
         99, 2, {"max_response_tokens": 4}, judge.ANSWERS_PER_SLOT * 4)
 
 
-@pytest.mark.fast
 def test_ranks_stop_redrawing_when_all_of_them_together_have_enough(given, monkeypatch):
     """Else they would leave the loop in different rounds, and wait for each other for ever."""
     monkeypatch.setattr(parallel, "all_sum", lambda n: n + 5)                     # what other ranks found
@@ -97,7 +94,6 @@ def test_ranks_stop_redrawing_when_all_of_them_together_have_enough(given, monke
     assert [pairs for _, _, pairs, _ in given["choose"]] == [4, 1]
 
 
-@pytest.mark.fast
 def test_the_algorithm_gets_the_iterations_factor_on_learning_rates_and_random_numbers(monkeypatch):
     """These are the same in each run of a seed, on each rank."""
     seen = []
@@ -118,7 +114,6 @@ def episode_with(group, advantage, of_token=None):
     return Episode(SimpleNamespace(id="a"), group, turns=[turn])
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("sampling, settings, kept", [
     ("drop", {}, [1, 1, 2]), ("drop", {"kl": "loss"}, [0, 1, 1, 2]), ("drop", {"kl": "reward"}, [0, 1, 1, 2]),
     ("drop", {"entropy_coef": 0.01}, [0, 1, 1, 2]), ("keep", {}, [0, 1, 1, 2])])
@@ -129,7 +124,6 @@ def test_groups_without_any_advantage_are_dropped_unless_something_needs_them(sa
     assert [gcd.any_advantage([episode]) for episode in episodes] == [False, False, True, True]
 
 
-@pytest.mark.fast
 def test_the_group_with_the_largest_advantages_of_either_sign_is_stored():
     stored, config = [], SimpleNamespace(save_rollouts=False, iterations=1)
     run = SimpleNamespace(config=config, store=lambda episodes, head, credited: stored.extend(episodes))
@@ -138,7 +132,6 @@ def test_the_group_with_the_largest_advantages_of_either_sign_is_stored():
     assert stored == episodes[2:]
 
 
-@pytest.mark.fast
 def test_metrics_of_the_cache_and_of_the_games():
     episode = episode_with(0, 0.0)
     episode.turns, episode.game_s = episode.turns * 4, 1.0
@@ -148,7 +141,6 @@ def test_metrics_of_the_cache_and_of_the_games():
     assert (metrics["memory/cache_used_frac"], metrics["time/game_ms"]) == (0.25, 250)       # of each turn
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("done, moments, critic", [
     (None, {}, []), (0, {}, []), (3, {"p": 1}, ["its critic"])])
 def test_rl_begins_without_the_cold_starts_moments_and_goes_on_with_its_own(monkeypatch, done, moments,
@@ -167,7 +159,6 @@ def test_rl_begins_without_the_cold_starts_moments_and_goes_on_with_its_own(monk
     assert algorithm.state == {"first": 1} | state
 
 
-@pytest.mark.fast
 def test_judge_demonstrations_are_of_tasks_that_the_policys_are_not(monkeypatch):
     asked_for = []
     monkeypatch.setattr(cold_start, "demonstrate_on_rank0",
@@ -179,7 +170,6 @@ def test_judge_demonstrations_are_of_tasks_that_the_policys_are_not(monkeypatch)
     assert asked_for == [(cold_start.FIRST_DEMONSTRATION + 300, 100)]
 
 
-@pytest.mark.fast
 def test_imitation_steps_by_the_cold_starts_weight_and_the_runs_bounds(monkeypatch):
     given, metrics = [], {"policy/nll_nats": 0.0, "judge/nll_nats": 0.0, "policy/grad_norm": 0.0}
     monkeypatch.setattr(update, "update", lambda model, optimizer, samples, objective, rate: (
@@ -219,7 +209,6 @@ def dagger_batches(monkeypatch, play, rounds, labels=()):
     return list(cold_start.dagger(run, [], None, 0)), specs, orders
 
 
-@pytest.mark.fast
 def test_dagger_episodes_of_different_rounds_have_different_draws(monkeypatch):
     """Of the learner and of the expert's turns, and of the order in which they are imitated."""
     batches, specs, orders = dagger_batches(
@@ -228,7 +217,6 @@ def test_dagger_episodes_of_different_rounds_have_different_draws(monkeypatch):
     assert batches == [[], []]
 
 
-@pytest.mark.fast
 def test_dagger_imitates_the_turns_that_agree_with_the_expert_in_a_drawn_order(monkeypatch):
     """In command and tag; the episodes of a round are not imitated in the order of their tasks."""
     def play(spec):
@@ -243,7 +231,6 @@ def test_dagger_imitates_the_turns_that_agree_with_the_expert_in_a_drawn_order(m
     assert {*chain(*imitated)} == {*range(8)} and [*map(len, imitated)] == [2] * 4
 
 
-@pytest.mark.fast
 def test_what_is_imitated_competes_with_all_tokens():
     episode = episode_with(0, 1.0)
     episode.turns[0].allowed = [(2, 3)]
@@ -252,7 +239,6 @@ def test_what_is_imitated_competes_with_all_tokens():
     assert gcd.batching.samples_of(episode)[0].allowed != {}
 
 
-@pytest.mark.fast
 def test_a_large_model_is_asked_about_twice_as_many_turns_as_are_shown(monkeypatch):
     """Good ones and bad ones are then half of them each, if they are equally frequent."""
     requests, room = [], []
@@ -275,7 +261,6 @@ def test_a_large_model_is_asked_about_twice_as_many_turns_as_are_shown(monkeypat
     assert room == [136, 136, 133]          # a bare verdict leaves the question more room, within the context
 
 
-@pytest.mark.fast
 def test_ranks_ask_a_large_model_about_their_shares(given):
     requests = []
     for rank in range(3):
@@ -286,7 +271,6 @@ def test_ranks_ask_a_large_model_about_their_shares(given):
     assert [n for n, _ in requests] == [11, 11, 10] and len({seed for _, seed in requests}) == 3
 
 
-@pytest.mark.fast
 def test_a_large_models_labels_are_counted(monkeypatch):
     given, rows = dict(enumerate(["good", None, "bad", "good", "good", None])), []
     monkeypatch.setattr(judge, "endpoint_labels", lambda *_: given)
@@ -297,7 +281,6 @@ def test_a_large_models_labels_are_counted(monkeypatch):
                      "judge/asked_unreadable": 2}]
 
 
-@pytest.mark.fast
 def test_ranks_play_their_own_tasks_of_the_types_that_rl_trains_on(monkeypatch):
     """Each episode of each iteration, round and seed has draws of its own; all have the instruction."""
     requests, specs = [], []
@@ -313,7 +296,6 @@ def test_ranks_play_their_own_tasks_of_the_types_that_rl_trains_on(monkeypatch):
     assert {spec.instruction for spec in specs} == {"Look first."}
 
 
-@pytest.mark.fast
 def test_a_ranks_episodes_are_numbered_behind_those_of_the_ranks_before(monkeypatch):
     monkeypatch.setattr(gcd, "episode_specs", lambda run, i: ["a spec"] * 4)
     config = SimpleNamespace(dynamic_sampling="drop", tasks=6, group_size=2)
@@ -326,7 +308,6 @@ def test_a_ranks_episodes_are_numbered_behind_those_of_the_ranks_before(monkeypa
     assert (run.slots.most_tokens, run.waits) == (0, {})
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("weight, seen", [(0.2, ["of a turn", "an answer"]), (0.0, ["of a turn"])])
 def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen):
     """Without one they would change how episodes are spread over the optimizer's steps. A policy that moves
@@ -351,7 +332,6 @@ def test_answers_are_trained_on_if_they_have_a_weight(monkeypatch, weight, seen)
         "RL: the steps of iteration 0 began 0.20 nats a token from its policy, in the mean"] * (weight == 0.2)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("cut, expert, limited, hints", [
     (0.9, None, True, ": more --max-response-tokens or --context (most were cut) may help"),
     (0.1, print, False, ": more --demonstrations or --admissible-only may help"), (0.0, None, True, "")])
@@ -367,7 +347,6 @@ def test_a_run_that_learns_nothing_gets_advice_that_applies(cut, expert, limited
                       f"nothing{hints}"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("equal, advantage, warns", [(0.5, 0.0, True), (1.0, 0.0, False), (0.5, 0.1, False)])
 def test_an_algorithm_that_writes_no_advantage_is_named(equal, advantage, warns):
     """Where rewards differ; where none do there is nothing to write."""
@@ -380,7 +359,6 @@ def test_an_algorithm_that_writes_no_advantage_is_named(equal, advantage, warns)
     assert len(warned) == warns and all("does --algo=mine.py write each turn.adv" in line for line in warned)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("changes, warning", [
     ({}, None), ({"rollout/truncated_frac": 0.6}, "RL: in iteration 3 most episodes had a response"),
     ({"judge/unreadable_frac": 0.9}, None),
@@ -396,7 +374,6 @@ def test_a_run_that_wins_is_warned_of_what_it_loses(changes, warning):
     assert len(warned) == (warning is not None) and all(line.startswith(warning) for line in warned)
 
 
-@pytest.mark.fast
 def test_rl_saves_regularly_and_leaves_the_last_save_to_the_stage(monkeypatch):
     saved, kept = [], []
     monkeypatch.setattr(gcd, "iteration", lambda *_: {"rollout/success": 0.0, "rollout/turns": 1.0})
@@ -410,7 +387,6 @@ def test_rl_saves_regularly_and_leaves_the_last_save_to_the_stage(monkeypatch):
     assert (saved, kept) == ([2, 4], [0, 3, 6])
 
 
-@pytest.mark.fast
 def test_a_first_prompt_and_a_response_may_fill_the_context():
     rollout.check_first_prompt(GAME_TASK, [1] * 90, 10, 100)
     with pytest.raises(ValueError, match="^--context=99: the first prompt of task t has 90 tokens.*"
@@ -418,7 +394,6 @@ def test_a_first_prompt_and_a_response_may_fill_the_context():
         rollout.check_first_prompt(GAME_TASK, [1] * 90, 10, 99)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("longest, n_written", [(4, 1), (3, 0)])
 def test_a_large_models_answer_is_imitated_up_to_the_longest_length(monkeypatch, longest, n_written):
     monkeypatch.setattr(judge, "parse_verdict", lambda text, style: "good")
@@ -429,7 +404,6 @@ def test_a_large_models_answer_is_imitated_up_to_the_longest_length(monkeypatch,
     assert n == n_written and sample.ids == [1, *([7, 8, 9, 0] if n_written else [5])]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("probability, verdict", [(0.49, "bad"), (0.5, "good"), (0.51, "good")])
 def test_a_value_head_says_good_from_one_half_on(probability, verdict):
     episode = episode_with(0, 0.0)
@@ -438,7 +412,6 @@ def test_a_value_head_says_good_from_one_half_on(probability, verdict):
     assert question.turn.verdicts == [verdict] and parallel.is_rank0()
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("i, compared", [
     (0, [True, False, False]), (1, [False] * 3), (5, [True, False, False])])
 def test_an_iterations_steps_by_their_flags(monkeypatch, i, compared):
@@ -460,7 +433,6 @@ def test_an_iterations_steps_by_their_flags(monkeypatch, i, compared):
     assert steps == [(part, 2.0 * (1 - i / 10), compare) for part, compare in zip(parts, compared)]
 
 
-@pytest.mark.fast
 def test_a_gap_that_rounding_cannot_explain_ends_a_float32_run():
     def gaps(policy, judges=float("nan")):
         return {"policy/logprob_gap_max_nats": policy, "judge/logprob_gap_max_nats": judges}
@@ -473,7 +445,6 @@ def test_a_gap_that_rounding_cannot_explain_ends_a_float32_run():
             gcd.checked_gap(wrong, "float32")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("dtype, rescored", [("float32", False), ("bfloat16", True)])
 def test_a_kl_in_the_reward_is_of_the_trainers_logprobs_in_bf16(monkeypatch, dtype, rescored):
     seen = []
@@ -487,7 +458,6 @@ def test_a_kl_in_the_reward_is_of_the_trainers_logprobs_in_bf16(monkeypatch, dty
     assert seen == [(0.1, rescored), "subtracted"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("admissible, command, valid", [
     ([], "go", True), ([], None, False), (["go"], "go", True), (["look"], "go", False)])
 def test_any_command_is_valid_where_a_game_lists_none(admissible, command, valid):
@@ -518,7 +488,6 @@ def evaluation_run(tmp_path, rank, world_size, corrected, plays):
                            store=lambda episodes, head: plays.append([e.index for e in episodes]))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("corrected", [True, False])
 def test_ranks_share_an_evaluation_and_play_it_by_its_flags(monkeypatch, tmp_path, corrected):
     tasks, plays = [Task(f"L0/{g}", "L0", "look", None) for g in range(3)], []
@@ -535,7 +504,6 @@ def test_ranks_share_an_evaluation_and_play_it_by_its_flags(monkeypatch, tmp_pat
     assert stored == [1] and len(plays) == 6                                     # of the first play of a game
 
 
-@pytest.mark.fast
 def test_a_second_evaluation_replaces_the_stored_episodes_of_the_first_alone(monkeypatch, tmp_path):
     monkeypatch.setattr(evaluation, "drawn_tasks", lambda config, split: [Task("L0/0", "L0", "look", None)])
     lines = [{"phase": "rl"}, {"phase": "evaluation"}]
@@ -549,13 +517,12 @@ def test_a_second_evaluation_replaces_the_stored_episodes_of_the_first_alone(mon
     assert (stored["games_hash"], stored["plugins"]) == ({"L0": "h"}, {"env": "p"})
 
 
-@pytest.mark.fast
 def test_stored_examples_are_spread_and_have_a_win_and_a_loss():
     episodes = [SimpleNamespace(index=i, won=i == 7) for i in range(36)]
     assert [e.index for e in evaluation.examples(episodes)] == [*range(0, 33, 3), 7]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_an_evaluation_goes_on_only_if_all_that_it_says_of_itself_is_equal(tmp_path):
     """But its command, what is for readers, and the versions of what it runs on."""
     own, config, given = evaluation.parse(["--player", "expert", "--out", str(tmp_path)])
@@ -566,7 +533,6 @@ def test_an_evaluation_goes_on_only_if_all_that_it_says_of_itself_is_equal(tmp_p
         "complete", "seen", "temperature", "command", "versions", "games", "captions", "note", "warning"}
 
 
-@pytest.mark.fast
 def test_tasks_of_a_part_of_a_split_are_drawn(monkeypatch):
     monkeypatch.setattr(session, "split_tasks", lambda environment, split: [*range(100)])
 
@@ -580,7 +546,6 @@ def test_tasks_of_a_part_of_a_split_are_drawn(monkeypatch):
     assert len(drawn(protocol="rlvmr")) == 128 and drawn(protocol="rlvmr") != drawn(protocol="rlvmr", seed=1)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("i, warmup, expected", [(4, 0, True), (5, 0, False), (4, 3, False)])
 def test_a_warm_up_is_advised_in_the_first_iterations_of_a_run_without_one(i, warmup, expected):
     warned = []

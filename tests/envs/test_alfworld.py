@@ -92,6 +92,7 @@ def processes(game):
 
 # Against household and the stock engine
 
+@pytest.mark.slow
 @needs_engine
 @needs_games
 def test_twenty_real_games_at_once_equal_household_under_random_commands(make):
@@ -111,6 +112,7 @@ def test_twenty_real_games_at_once_equal_household_under_random_commands(make):
     assert got == want
 
 
+@pytest.mark.slow
 @needs_engine
 @needs_games
 def test_three_real_games_equal_the_stock_engine(game, stock):
@@ -126,6 +128,7 @@ def test_three_real_games_equal_the_stock_engine(game, stock):
             theirs, ours = stock.step(command), game.step(command)
 
 
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.parametrize("task_type", sorted(GOALS))
 def test_a_kitchen_of_corner_cases_equals_household(game, task_type):
@@ -142,6 +145,7 @@ def test_a_kitchen_of_corner_cases_equals_household(game, task_type):
     assert won
 
 
+@pytest.mark.slow
 @needs_engine
 def test_replies_do_not_depend_on_neighbours_order_or_number_of_workers(game, make):
     """Every slot has its own game: in a textworld batch of wrapper instances, all would play the last one."""
@@ -160,6 +164,7 @@ def test_replies_do_not_depend_on_neighbours_order_or_number_of_workers(game, ma
     assert [len(processes(games[0])) for games in ([game], three, six)] == [1, 3, 1]
 
 
+@pytest.mark.slow
 @needs_engine
 def test_the_quirks_of_the_engine(game):
     first = game.reset(kitchen_task())
@@ -173,6 +178,7 @@ def test_the_quirks_of_the_engine(game):
     assert not game.reset(kitchen_task()).won
 
 
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.parametrize("desc", ["put {o} in #task#", 'say "so" [\\n]', "x" * 300_000])
 def test_a_tasks_text_is_used_verbatim(game, desc):
@@ -188,6 +194,7 @@ def library_maps(game):
     return sum("libdownward" in line for line in maps.splitlines())
 
 
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc, which lists a process's libraries")
 def test_a_hundred_loads_use_one_copy_of_the_library_per_game(make):
@@ -202,6 +209,7 @@ def test_a_hundred_loads_use_one_copy_of_the_library_per_game(make):
     assert sys.argv == arguments                               # the engine's translator overwrites it
 
 
+@pytest.mark.slow
 @needs_engine
 def test_a_group_is_translated_once_with_small_library_copies_and_old_games_are_dropped(tmp_path):
     """In a new process: a worker patches the engine's modules, which other tests use unpatched."""
@@ -228,6 +236,7 @@ def test_a_group_is_translated_once_with_small_library_copies_and_old_games_are_
     assert done.stdout == "[False] True\nTrue 6\n", done.stderr
 
 
+@pytest.mark.slow
 @needs_engine
 def test_closing_the_last_game_ends_the_workers_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -242,6 +251,7 @@ def test_closing_the_last_game_ends_the_workers_and_leaves_no_files(tmp_path, mo
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @needs_engine
 def test_workers_end_with_a_killed_main_process(tmp_path):
     (tmp_path / "task").write_bytes(pickle.dumps(kitchen_task()))
@@ -268,7 +278,7 @@ def test_workers_end_with_a_killed_main_process(tmp_path):
 
 # Bad input
 
-@pytest.mark.fast
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.parametrize("command",
                          ["look" * 2500, "go to \udcff\udcfe", "look\0", "go to\nfridge 1", "", "  ", "{r}",
@@ -279,7 +289,7 @@ def test_an_invalid_command_has_no_effect(game, command):
     assert game.step("go to fridge 1").observation == "You arrive at fridge 1. The fridge 1 is closed."
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.parametrize("message", [m for m, change in BROKEN.items() if isinstance(change, dict)
                                      and isinstance(change.get("pddl_problem"), str)])
@@ -291,7 +301,7 @@ def test_broken_pddl_is_refused_by_name_and_the_worker_lives(game, message):
     assert game.reset(kitchen_task()) == Game().reset(kitchen_task())
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @needs_engine
 def test_pddl_that_only_the_engine_refuses_is_named_too(game):
     pddl = kitchen(goal_of(PICK)).replace("agent1 - agent", "")
@@ -301,7 +311,6 @@ def test_pddl_that_only_the_engine_refuses_is_named_too(game):
     assert game.reset(kitchen_task()).admissible
 
 
-@pytest.mark.fast
 @needs_engine
 def test_a_generated_room_is_refused(game):
     with pytest.raises(ValueError,
@@ -309,7 +318,6 @@ def test_a_generated_room_is_refused(game):
         game.reset(rooms.task("L0", 3))
 
 
-@pytest.mark.fast
 def test_without_the_package_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(alfworld, "find_spec", lambda name: None)
     with pytest.raises(ValueError,
@@ -317,6 +325,7 @@ def test_without_the_package_the_error_says_how_to_install_it(monkeypatch):
         alfworld.make(2)
 
 
+@pytest.mark.slow
 @needs_engine
 def test_a_killed_worker_loses_only_its_own_episodes(make):
     games = make(4)
@@ -339,6 +348,7 @@ def test_a_killed_worker_loses_only_its_own_episodes(make):
     assert not is_alive(process.pid)
 
 
+@pytest.mark.slow
 @needs_engine
 def test_a_worker_that_hangs_while_it_is_sent_to_is_replaced(make):
     (game,) = make(1)
@@ -354,6 +364,7 @@ def test_a_worker_that_hangs_while_it_is_sent_to_is_replaced(make):
     assert game.reset(kitchen_task()).admissible
 
 
+@pytest.mark.slow
 @needs_engine
 def test_many_long_messages_both_ways_do_not_deadlock(make):
     """They exceed the pipes' buffers: if both sides blocked on a send, neither would continue."""
@@ -364,7 +375,7 @@ def test_many_long_messages_both_ways_do_not_deadlock(make):
     assert len(got) == 12
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @needs_engine
 def test_an_answer_that_was_not_received_is_dropped(game):
     game.reset(kitchen_task())
@@ -380,6 +391,7 @@ def run(*arguments, commands=""):
                           capture_output=True, check=False, errors="surrogateescape")
 
 
+@pytest.mark.slow
 @needs_engine
 def test_json_on_the_terminal_equals_households_replies(tmp_path):
     path = write_game(tmp_path / "train/x/y")
@@ -392,6 +404,7 @@ def test_json_on_the_terminal_equals_households_replies(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @needs_engine
 def test_a_game_of_a_folder_is_chosen_by_its_index(tmp_path):
     for trial in ("a", "b"):
@@ -402,6 +415,7 @@ def test_a_game_of_a_folder_is_chosen_by_its_index(tmp_path):
     assert done.stdout.endswith("\n> You move the apple 1 to the fridge 1.\nYou have won.\n> \n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "message"), [
     ((), "expected --game or --games"), (("--game", "nothere"), "nothere: cannot read it"),
     (("--games", "nothere"), "--games=nothere: no such file or folder"),
@@ -414,7 +428,6 @@ def test_wrong_flags_fail(flags, message):
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.fast
 @needs_engine
 def test_the_versions_equal_those_of_the_requirements_file():
     lines = (ROOT / "requirements-alfworld.txt").read_text().split()

@@ -143,7 +143,6 @@ def left(folder):
                   if path.name != "json_2.1.1" and path.suffix != ".done")
 
 
-@pytest.mark.fast
 def test_the_games_arrive_and_can_be_played(get, mirror, tmp_path):
     status, out, _ = get()
     assert status == 0 and out.splitlines()[-1] == (
@@ -154,7 +153,6 @@ def test_the_games_arrive_and_can_be_played(get, mirror, tmp_path):
     assert not [*tmp_path.rglob("*.part")]
 
 
-@pytest.mark.fast
 def test_what_is_there_is_not_asked_for_again_unless_forced(get, mirror, tmp_path):
     assert get()[0] == 0
     mirror.requests.clear()
@@ -165,7 +163,6 @@ def test_what_is_there_is_not_asked_for_again_unless_forced(get, mirror, tmp_pat
     assert get("--force")[0] == 0 and game.read_bytes() == content and len(mirror.requests) == 2
 
 
-@pytest.mark.fast
 def test_a_cut_connection_continues_where_it_was_cut(get, mirror, tmp_path):
     mirror.odd = {0: cut(100_000), 1: cut(1), 2: cut(50_000)}
     assert get()[0] == 0
@@ -173,7 +170,6 @@ def test_a_cut_connection_continues_where_it_was_cut(get, mirror, tmp_path):
                                (GAMES, 0)]
 
 
-@pytest.mark.fast
 def test_a_stopped_download_continues_in_the_next_run(get, mirror, tmp_path):
     mirror.odd = {0: cut(100_000)} | {i: refused(503) for i in range(1, 100)}
     status, _, err = get()
@@ -183,20 +179,17 @@ def test_a_stopped_download_continues_in_the_next_run(get, mirror, tmp_path):
     assert get()[0] == 0 and mirror.requests[before:] == [(LABELS, 100_000), (GAMES, 0)]
 
 
-@pytest.mark.fast
 def test_a_server_without_ranges_starts_again(get, mirror, tmp_path):
     mirror.odd, mirror.always = {0: cut(100_000)}, all_of_it
     assert get()[0] == 0 and left(tmp_path) == []
 
 
-@pytest.mark.fast
 def test_a_length_that_is_too_large_is_found_out(get, mirror, archives, tmp_path):
     mirror.odd = {0: lambda handler, content, start: send(handler, 200, content,
                                                            Content_Length=len(content) + 7)}
     assert get()[0] == 0 and mirror.requests[1] == (LABELS, len(archives[LABELS]))
 
 
-@pytest.mark.fast
 def test_a_length_that_is_too_small_is_a_damaged_archive(get, mirror, tmp_path):
     mirror.always = lambda handler, content, start: send(handler, 200, content, Content_Length=200_000)
     status, _, err = get()
@@ -206,13 +199,11 @@ def test_a_length_that_is_too_small_is_a_damaged_archive(get, mirror, tmp_path):
     assert get()[0] == 0
 
 
-@pytest.mark.fast
 def test_an_answer_without_a_length_is_read_to_its_end(get, mirror, tmp_path):
     mirror.always = lambda handler, content, start: send(handler, 200, content, Content_Length=None)
     assert get()[0] == 0 and left(tmp_path) == []
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("answer", "message", "tries"), [
     (refused(404), "404 Not Found; --mirror takes another address", 1),
     (refused(403), "403 Forbidden; --mirror takes another address", 1),
@@ -230,6 +221,7 @@ def test_a_bad_answer_is_one_line_with_the_address(get, mirror, tmp_path, answer
     assert len(mirror.requests) == tries and not [*tmp_path.rglob("*.zip")]
 
 
+@pytest.mark.slow
 def test_a_server_that_never_answers_is_asked_five_times(get, mirror, monkeypatch):
     monkeypatch.setattr(download, "TIMEOUT_S", 0.2)
     over = threading.Event()
@@ -239,7 +231,6 @@ def test_a_server_that_never_answers_is_asked_five_times(get, mirror, monkeypatc
     assert status == 2 and len(mirror.requests) == 5 and f"{mirror.url}/{LABELS}: timed out; 0 bytes" in err
 
 
-@pytest.mark.fast
 def test_bytes_of_another_archive_are_removed(get, mirror, archives, tmp_path):
     (tmp_path / (LABELS + ".part")).write_bytes(bytes(len(archives[LABELS]) + 5))
     status, _, err = get()
@@ -250,7 +241,6 @@ def test_bytes_of_another_archive_are_removed(get, mirror, archives, tmp_path):
     assert get()[0] == 0
 
 
-@pytest.mark.fast
 def test_a_damaged_file_in_an_archive_never_appears(get, mirror, archives, tmp_path):
     damaged = bytearray(archives[GAMES])
     damaged[damaged.index(b"pddl_problem")] ^= 1                    # in the content of the first game
@@ -261,7 +251,6 @@ def test_a_damaged_file_in_an_archive_never_appears(get, mirror, archives, tmp_p
     assert get()[0] == 0
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", ["../out", "/out", "a/../../out", "a\\..\\out", ".", "NUL"])
 def test_an_archive_cannot_write_outside_its_folder(get, mirror, tmp_path, name):
     packed = io.BytesIO()
@@ -273,7 +262,6 @@ def test_an_archive_cannot_write_outside_its_folder(get, mirror, tmp_path, name)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a"), ("a", "a/b/c")])
 def test_a_file_that_is_a_folder_as_well_is_no_error_of_the_disk(get, mirror, archives, tmp_path, names):
     """What could not be unpacked was kept, and failed again in each run."""
@@ -289,7 +277,6 @@ def test_a_file_that_is_a_folder_as_well_is_no_error_of_the_disk(get, mirror, ar
     assert get()[0] == 0
 
 
-@pytest.mark.fast
 def test_a_file_in_the_way_of_a_folder_costs_no_archive(get, tmp_path):
     (tmp_path / "json_2.1.1").write_text("mine")
     status, _, err = get()
@@ -297,7 +284,6 @@ def test_a_file_in_the_way_of_a_folder_costs_no_archive(get, tmp_path):
     assert left(tmp_path) == [LABELS] and (tmp_path / "json_2.1.1").read_text() == "mine"
 
 
-@pytest.mark.fast
 def test_archives_of_other_things_are_named(get, mirror, tmp_path):
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
@@ -307,7 +293,6 @@ def test_archives_of_other_things_are_named(get, mirror, tmp_path):
     assert status == 2 and "no game.tw-pddl under train, valid_seen, valid_unseen" in err
 
 
-@pytest.mark.fast
 def test_without_a_network_it_says_what_to_do_and_takes_what_was_put_there(get, mirror, archives, tmp_path):
     status, _, err = get("--mirror", "http://127.0.0.1:1")
     assert status == 2 and "Connection refused" in err
@@ -317,7 +302,6 @@ def test_without_a_network_it_says_what_to_do_and_takes_what_was_put_there(get, 
     assert get("--mirror", "http://127.0.0.1:1")[0] == 0 and mirror.requests == []
 
 
-@pytest.mark.fast
 def test_without_a_mirror_the_addresses_are_those_of_alfworlds_own_script(monkeypatch, tmp_path):
     requests = []
     monkeypatch.setattr(download, "fetch", lambda url, path: requests.append(url) or 1 / 0)
@@ -333,6 +317,7 @@ def test_without_a_mirror_the_addresses_are_those_of_alfworlds_own_script(monkey
     assert requests == theirs and len(theirs) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [50_000, 200_000])
 def test_a_full_disk_keeps_what_has_arrived(mirror, archives, tmp_path, limit):
     """A limit of the file size stands in for the disk's end: the first write beyond it fails."""
@@ -349,7 +334,6 @@ def test_a_full_disk_keeps_what_has_arrived(mirror, archives, tmp_path, limit):
     assert run().returncode == 0 and mirror.requests[1] == (LABELS, kept)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("flags", "message"), [
     (["--mirror", "ftp://x"], "--mirror=ftp://x: expected an address, http://... or https://..."),
     (["--mirror", "http://h/\u00e4"], "--mirror=http://h/\u00e4: expected an address"),
@@ -362,7 +346,6 @@ def test_invalid_flags_are_refused(get, mirror, flags, message):
     assert status == 2 and message in err and mirror.requests == []
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("bar", [True, False])
 def test_progress_is_shown_with_and_without_tqdm(get, mirror, monkeypatch, bar):
     if not bar:
@@ -375,7 +358,7 @@ def test_progress_is_shown_with_and_without_tqdm(get, mirror, monkeypatch, bar):
         assert re.search(r"unpacking .*: 4 of 4 files", out)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_it_runs_in_alfworlds_folder_by_default(archives, mirror, tmp_path):
     environment = os.environ | {"ALFWORLD_DATA": str(tmp_path / "data")}
     done = subprocess.run([sys.executable, "-m", "envs.household", "download", "--mirror", mirror.url],

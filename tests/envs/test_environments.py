@@ -50,14 +50,12 @@ def environment(request, folder):
 
 # Finding environments
 
-@pytest.mark.fast
 def test_the_environments_are_the_files_of_the_folder():
     assert {"household", "alfworld", "scienceworld"} <= set(plugins.names(envs, envs.Environment))
     for name in ("household", "alfworld", "scienceworld"):
         assert issubclass(find_environment(name), envs.Environment)
 
 
-@pytest.mark.fast
 def test_a_file_is_an_environment_by_its_name(write_environment):
     methods = "    make = train_tasks = split_tasks = lambda self, *given: []\n"
     text = f"from envs import Environment as Base\n\n\nclass Environment(Base):\n{methods}"
@@ -75,7 +73,6 @@ def test_a_file_is_an_environment_by_its_name(write_environment):
 
 # What each environment offers
 
-@pytest.mark.fast
 def test_settings_are_flags(environment):
     for flag in fields(environment.Settings):
         assert flag.type in (str, int, float, bool) and flag.default is not MISSING and flag.metadata["help"]
@@ -84,7 +81,7 @@ def test_settings_are_flags(environment):
     assert all(type(verb) is str for verb in environment.search_verbs) and environment.search_verbs
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_tasks_are_reproducible_and_hashed_in_order(environment):
     tasks = environment.train_tasks("all", 5, 6)
     assert tasks == environment.train_tasks("all", 0, 11)[5:] and all(type(task) is Task for task in tasks)
@@ -98,7 +95,7 @@ def test_tasks_are_reproducible_and_hashed_in_order(environment):
         environment.split_tasks("L9")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_generated_rooms_have_the_contents_that_stored_results_were_made_with():
     """Which `tasks_hash` does not see: their ids stay as they are."""
     contents = [(task.id, task.problem.task_desc,
@@ -108,7 +105,6 @@ def test_generated_rooms_have_the_contents_that_stored_results_were_made_with():
     assert zlib.crc32(repr(contents).encode()) == 0xed1fa915
 
 
-@pytest.mark.fast
 def test_of_real_games_two_in_three_are_rearranged_in_their_own_kind_of_room(monkeypatch):
     """With "later" after one pass over them. Each seed has its own order, and rearranges otherwise."""
     made = [SimpleNamespace(id=f"pick-{scene}/{trial}", problem=SimpleNamespace(
@@ -129,7 +125,6 @@ def test_of_real_games_two_in_three_are_rearranged_in_their_own_kind_of_room(mon
     assert not names[0] & names[1] and len(names[0]) == 60
 
 
-@pytest.mark.fast
 def test_equal_ids_with_different_texts_have_different_hashes(folder):
     household = find_environment("household")
     (task, *_), environment = household(household.Settings(str(folder))).split_tasks("L2"), household()
@@ -138,7 +133,6 @@ def test_equal_ids_with_different_texts_have_different_hashes(folder):
     assert environment.tasks_hash([task]) != environment.tasks_hash([changed])
 
 
-@pytest.mark.fast
 def test_notes_are_a_sentence_or_empty(environment):
     of_all, of_part = (environment.note({"cold_start_types": types}) for types in ("all", "part"))
     assert of_all.startswith("The cold start sees all ") and of_part.endswith(".") and of_all != of_part
@@ -150,6 +144,7 @@ def test_notes_are_a_sentence_or_empty(environment):
 INSTALLED = {alfworld.Environment: alfworld.PACKAGES, scienceworld.Environment: scienceworld.PACKAGES}
 
 
+@pytest.mark.slow
 def test_games_are_made_and_closed(environment):
     if not all(map(find_spec, INSTALLED.get(type(environment), ()))):
         with pytest.raises(ValueError, match="not installed; pip install -r requirements-"):
@@ -161,7 +156,7 @@ def test_games_are_made_and_closed(environment):
     assert len(games) == 2 and type(environment.versions()) is dict
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_household_and_alfworld_have_a_vocabulary_an_expert_and_an_oracle(environment):
     if isinstance(environment, scienceworld.Environment):
         assert environment.oracle is None and environment.expert is not None
@@ -177,7 +172,6 @@ def test_household_and_alfworld_have_a_vocabulary_an_expert_and_an_oracle(enviro
     assert environment.oracle([played.observations[0], environment.noop_message], ["dance"]) == ["bad"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("name", "settings", "message"), [
     ("alfworld", {}, "--env=alfworld: needs --games, a json_2.1.1 folder or games.jsonl.gz"),
     ("alfworld", {"games": "nothere"}, "--games=nothere: no such file or folder"),
@@ -207,6 +201,7 @@ NEW = ("import sys; before = set(sys.modules); import {}; "
        "print(*{{name.split('.')[0] for name in {{*sys.modules}} - before}})")
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_folder_alone_plays_under_any_name(tmp_path):
     name = "rooms"
     shutil.copytree(ENVS, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -217,7 +212,7 @@ def test_a_copy_of_the_folder_alone_plays_under_any_name(tmp_path):
     assert json.loads(printed)["observation"] + "\n" == python(code, tmp_path)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_package_imports_only_itself_and_numpy():
     standard = set(sys.stdlib_module_names)
     assert set(python(NEW.format("envs"), ROOT).split()) - standard == {"envs"}

@@ -28,7 +28,6 @@ def prior():
 
 # Goals and knowledge
 
-@pytest.mark.fast
 @pytest.mark.parametrize("task_type", rooms.ALL_TYPES)
 def test_both_phrasings_of_a_goal_are_read_back(task_type):
     is_look = task_type == "look_at_obj_in_light"
@@ -38,7 +37,6 @@ def test_both_phrasings_of_a_goal_are_read_back(task_type):
     assert len(rooms.DESCRIPTIONS[task_type]) == 2
 
 
-@pytest.mark.fast
 def test_a_task_in_another_phrasing_is_an_error():
     with pytest.raises(ValueError, match="fetch the apple"):
         parse_goal("fetch the apple")
@@ -64,7 +62,7 @@ def check_against_engine(belief, game):
         assert kind not in game.receptacles[place.index(receptacle)].accepts
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_belief_equals_the_engines_state_on_random_play():
     game, rng, handled = Game(), random.Random(0), Counter()
     for task in rooms.tasks("train", rooms.ALL_TYPES)[:60]:
@@ -87,7 +85,6 @@ def test_belief_equals_the_engines_state_on_random_play():
     assert min(handled[verb] for verb in verbs) > 5
 
 
-@pytest.mark.fast
 def test_receptacles_that_share_a_location_are_recognized():
     places = [Receptacle(name, location, True, False, frozenset(("pen",)))
               for name, location in (("drawer 3", 1), ("drawer 2", 1), ("drawer 1", 1), ("safe 1", 2))]
@@ -103,6 +100,7 @@ def test_receptacles_that_share_a_location_are_recognized():
     assert belief.where == {"pen 1": "drawer 1"}
 
 
+@pytest.mark.slow
 @needs_transcripts
 def test_belief_agrees_with_the_admissible_commands_of_recorded_games():
     """In the stock engine's transcripts things can be taken where last seen, and doors are as believed."""
@@ -132,7 +130,6 @@ def test_belief_agrees_with_the_admissible_commands_of_recorded_games():
 
 # The expert
 
-@pytest.mark.fast
 def test_the_prior_is_a_count_over_training_tasks():
     def task(*things):
         return Task("t", "train", "", Problem("", (), tuple(Thing(n, r, 1) for n, r in things), None))
@@ -142,7 +139,7 @@ def test_the_prior_is_a_count_over_training_tasks():
     assert prior == {"apple": {"fridge": 0.75, "countertop": 0.25}}
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("split", rooms.SPLITS)
 def test_every_generated_game_is_won_and_the_prior_saves_turns(split, prior):
     game, tasks = Game(), rooms.tasks(split)[::2]
@@ -153,6 +150,7 @@ def test_every_generated_game_is_won_and_the_prior_saves_turns(split, prior):
     assert "Nothing happens." not in {text for d in played for text in d.observations}
 
 
+@pytest.mark.slow
 @needs_games
 def test_the_expert_wins_real_games_within_50_turns():
     prior = learn_prior(real_tasks("train", 100))
@@ -163,7 +161,7 @@ def test_the_expert_wins_real_games_within_50_turns():
     assert len(played) == 40 and sum(demonstration.won for demonstration in played) >= 38
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_demonstrations_repeat_with_their_seed_and_recover_from_their_mistakes(prior):
     game, tasks = Game(), rooms.tasks("train", rooms.ALL_TYPES)
     played = [demonstrate(game, task, prior, seed=1) for task in tasks]
@@ -177,7 +175,6 @@ def test_demonstrations_repeat_with_their_seed_and_recover_from_their_mistakes(p
     assert all(len(d.observations) == len(d.commands) + 1 == len(d.mistakes) + 1 for d in played)
 
 
-@pytest.mark.fast
 def test_mistake_rate_zero_injects_none_and_the_turn_limit_holds(prior):
     game = Game()
     task = rooms.task("L2", 1)
@@ -186,7 +183,6 @@ def test_mistake_rate_zero_injects_none_and_the_turn_limit_holds(prior):
     assert len(cut.commands) == 2 and not cut.won
 
 
-@pytest.mark.fast
 def test_the_expert_puts_down_an_object_that_the_goal_does_not_need(prior):
     game, expert = Game(), SearchExpert(prior, random.Random(0))
     reply = game.reset(KITCHEN)
@@ -226,7 +222,6 @@ def played_on(task, script, prior, turns):
     return observations, commands
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("prior", "expected"), [
     ({}, ["go to bed 1", "move cd 1 to bed 1", "go to drawer 2", "open drawer 2", "move cd 1 to drawer 2",
           "go to desk 1", "move cd 1 to desk 1"]),
@@ -248,7 +243,6 @@ def test_an_object_that_its_origin_refuses_is_put_elsewhere(prior, expected):
     assert labels[3:] == ["bad" if no else "good" for no in refused[3:]]
 
 
-@pytest.mark.fast
 def test_a_place_that_has_not_refused_the_object_is_left_only_to_put_it_down():
     """Else walking to and fro would be good for ever."""
     task = bedroom(("cd 1", "armchair 1"), ("cellphone 1", "bed 1"))
@@ -272,7 +266,6 @@ def test_a_place_that_has_not_refused_the_object_is_left_only_to_put_it_down():
         == list(zip(commands, expected, strict=True))
 
 
-@pytest.mark.fast
 def test_a_refusal_behind_a_door_that_may_be_closed_says_nothing_of_the_type():
     """Drawer 1 is known to share drawer 2's location, not whether it is open."""
     task = bedroom(("cd 1", "armchair 1"), ("cellphone 1", "bed 1"))
@@ -290,7 +283,6 @@ def test_a_refusal_behind_a_door_that_may_be_closed_says_nothing_of_the_type():
     assert belief.refused == {("cd", "drawer 1"), ("cd", "drawer 2")}
 
 
-@pytest.mark.fast
 def test_an_object_that_nothing_accepts_ends_no_expert():
     script = ["go to armchair 1", "take pen 1 from armchair 1", "go to bed 1"]
     observations, commands = played_on(bedroom(("pen 1", "armchair 1"), ("cellphone 1", "bed 1")), script, {},
@@ -299,7 +291,6 @@ def test_an_object_that_nothing_accepts_ends_no_expert():
     oracle_labels(observations, commands)
 
 
-@pytest.mark.fast
 def test_of_equally_good_receptacles_the_first_listed_is_chosen():
     """To search and, with the object in hand, as the target, for any random numbers."""
     intro = ("You are in the middle of a room. Looking quickly around you, you see a drawer 2, a drawer 1, "
@@ -455,7 +446,6 @@ def play(task, script):
     return observations, commands, [None if label == "None" else label for _, _, label in lines]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("desc, script", SCRIPTS.values(), ids=SCRIPTS)
 def test_the_oracle_label_of_each_turn(desc, script):
     observations, commands, expected = play(kitchen(desc), script)
@@ -463,7 +453,6 @@ def test_the_oracle_label_of_each_turn(desc, script):
         == list(zip(commands, expected, strict=True))
 
 
-@pytest.mark.fast
 def test_lamps_are_used_once_and_with_the_object_in_hand():
     places = tuple(Receptacle(name, i, False, False, rooms.ACCEPTS[name.split()[0]])
                    for i, name in enumerate(("bed 1", "desk 1"), start=1))
@@ -482,7 +471,6 @@ def test_lamps_are_used_once_and_with_the_object_in_hand():
     assert oracle_labels(observations, commands) == expected
 
 
-@pytest.mark.fast
 def test_an_accepted_step_is_good_though_a_shared_location_is_not_known():
     """The winning command was bad: the oracle wanted to go to a receptacle that was within reach."""
     task = bedroom(("cellphone 1", "drawer 1"), locations=(1, 3, 2, 2, 1, 3))
@@ -499,7 +487,6 @@ def test_an_accepted_step_is_good_though_a_shared_location_is_not_known():
     assert oracle_labels(observations, commands) == expected
 
 
-@pytest.mark.fast
 def test_of_two_targets_with_an_object_each_either_may_be_emptied():
     places = tuple(Receptacle(name, i, False, False, rooms.ACCEPTS[name.split()[0]])
                    for i, name in enumerate(("desk 1", "shelf 2", "shelf 1"), start=1))
@@ -517,7 +504,7 @@ def test_of_two_targets_with_an_object_each_either_may_be_emptied():
     assert oracle_labels(observations, commands) == expected
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_labels_do_not_depend_on_later_turns(prior):
     game = Game()
     for task in rooms.tasks("train", rooms.ALL_TYPES)[:60]:
@@ -529,6 +516,7 @@ def test_labels_do_not_depend_on_later_turns(prior):
         assert oracle_labels(other, episode.commands)[:2] == labels[:2]
 
 
+@pytest.mark.slow
 def test_the_experts_turns_are_never_bad_and_its_mistakes_often_are(prior):
     game, by_source = Game(), {True: Counter(), False: Counter()}
     for task in rooms.tasks("train", rooms.ALL_TYPES):
@@ -542,7 +530,6 @@ def test_the_experts_turns_are_never_bad_and_its_mistakes_often_are(prior):
     assert by_source[True]["bad"] > 0.5 * by_source[True].total()
 
 
-@pytest.mark.fast
 def test_the_expert_searches_where_one_place_is_likeliest():
     """Three cabinets share what the prior gives their kind; one drawer has all of its."""
     belief = Belief("You see a cabinet 1, a cabinet 2, a cabinet 3, and a drawer 1.\n\n"
@@ -551,7 +538,6 @@ def test_the_expert_searches_where_one_place_is_likeliest():
     assert SearchExpert(prior, random.Random(0)).act(belief) == "go to drawer 1"
 
 
-@pytest.mark.fast
 def test_the_expert_prefers_a_place_that_it_knows_to_be_open():
     belief = Belief("You see a drawer 1, and a drawer 2.\n\nYour task is to: put a mug in drawer.")
     belief.holding, belief.searched = "mug 1", {"drawer 2"}
@@ -559,7 +545,6 @@ def test_the_expert_prefers_a_place_that_it_knows_to_be_open():
     assert SearchExpert({}, random.Random(0)).act(belief) == "go to drawer 2"
 
 
-@pytest.mark.fast
 def test_a_mistake_that_is_the_experts_own_command_is_none(monkeypatch):
     monkeypatch.setattr(expert, "mistake",
                         lambda belief, *_: SearchExpert({}, random.Random(0)).act(belief))

@@ -19,7 +19,6 @@ from gymnasium.utils.env_checker import check_env  # noqa: E402
 import envs.alfred.gym  # noqa: E402, F401
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.fast
 WIN = ["go to countertop 2", "take apple 1 from countertop 2", "go to fridge 1", "open fridge 1",
        "move apple 1 to fridge 1"]
 
@@ -38,6 +37,7 @@ def test_gymnasiums_own_checks_pass_without_a_warning(split):
         check_env(gymnasium.make("gcd/Household-v0", split=split).unwrapped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "name"), [("import envs.alfred.gym", "gcd/Household-v0"),
                                               ("", "envs.alfred.gym:gcd/Household-v0")])
 def test_it_is_found_by_its_name_in_a_new_process(before, name):
@@ -77,6 +77,7 @@ def test_only_the_command_that_wins_is_rewarded(real):
         assert rewards == [0.0] * 4 + [1.0] + [0.0] * 4
 
 
+@pytest.mark.slow
 def test_an_asynchronous_vector_gives_the_texts_of_a_synchronous_one():
     texts = []
     for mode, options in (("sync", {}), ("async", {"shared_memory": False})):

@@ -47,7 +47,6 @@ def task(seed=7):
     return Task(f"train/{seed}", "train", "count", seed)
 
 
-@pytest.mark.fast
 def test_replies_hold_rewards_the_end_and_its_reason():
     (game,) = environment("tests/Counter-v0").make(1)
     assert game.reset(task()) == envs.Reply("Count from 7.", ("more", "wait"))
@@ -60,7 +59,6 @@ def test_replies_hold_rewards_the_end_and_its_reason():
     game.close()
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("reward, terminated, info, won", [
     (1.0, True, {}, True), (0.0, True, {}, False), (1.0, False, {}, False),
     (0.0, True, {"success": True}, True), (1.0, True, {"success": True, "won": False}, False)])
@@ -72,7 +70,6 @@ def test_an_episode_is_won_if_info_says_so_or_else_if_it_ended_with_a_reward(
     assert game.step("more").won == won
 
 
-@pytest.mark.fast
 def test_the_household_through_gymnasium_is_the_household():
     (game,), own = environment(HOUSEHOLD).make(1), gymnasium.make(HOUSEHOLD)
     for seed in (3, 4):
@@ -87,7 +84,6 @@ def test_the_household_through_gymnasium_is_the_household():
     assert isinstance(own.unwrapped, Household)
 
 
-@pytest.mark.fast
 def test_seeds_are_the_tasks_and_no_split_is_trained_on():
     made = environment("tests/Counter-v0")
     seeds = {split: {task.problem for task in made.split_tasks(split)} for split in made.splits}
@@ -99,7 +95,6 @@ def test_seeds_are_the_tasks_and_no_split_is_trained_on():
     assert trained != environment("tests/Counter-v0", seed=1).train_tasks("part", 0, 500)
 
 
-@pytest.mark.fast
 def test_a_value_after_the_name_is_the_first_setting():
     parsed = config.parse(["--env", "gymnasium:a:b/C-v0", "--no-gcd"])
     coded = config.parse(["--env", "gymnasium:a:b/C-v0", "--no-gcd", "--variant", "code"])
@@ -120,7 +115,6 @@ def test_a_value_after_the_name_is_the_first_setting():
             config.parse(flags).environment.train_tasks("all", 0, 1)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name, reason", [
     ("nope-v0", "NameNotFound: Environment `nope` doesn't exist"),
     ("nosuchmodule:x-v0", "ModuleNotFoundError: No module named 'nosuchmodule'")])
@@ -131,7 +125,6 @@ def test_an_unknown_environment_is_refused_in_a_line(name, reason):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("fails", [range(1, 16), range(16)])
 def test_a_lost_reset_is_left_out_of_the_vocabulary(monkeypatch, fails):
     given, reset, calls = environment("tests/Counter-v0"), Counter.reset, iter(range(16))
@@ -156,7 +149,6 @@ BAD = {"text": "step: observation is None; expected text", "raises": r"step rais
        "info": r"step: admissible is \(3,\); expected a list of texts"}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind", BAD)
 def test_what_goes_wrong_loses_the_episode_and_is_named(kind):
     """The next reset has a new environment."""
@@ -169,7 +161,6 @@ def test_what_goes_wrong_loses_the_episode_and_is_named(kind):
         assert game.env is None
 
 
-@pytest.mark.fast
 def test_an_environment_that_cannot_be_made_again_loses_the_episode(monkeypatch):
     (game,) = environment("tests/raises-v0").make(1)
     game.reset(task())
@@ -183,6 +174,7 @@ def test_an_environment_that_cannot_be_made_again_loses_the_episode(monkeypatch)
     assert game.reset(task()).observation == "Count from 7."
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_interrupted_and_its_environment_has_time_to_close(monkeypatch):
     closed = []
     monkeypatch.setattr(Counter, "close", lambda self: (time.sleep(1.5), closed.append(self)))
@@ -198,7 +190,6 @@ def test_a_step_that_hangs_is_interrupted_and_its_environment_has_time_to_close(
     assert time.monotonic() - began < 30 and game.env is None and len(closed) == 1
 
 
-@pytest.mark.fast
 def test_there_are_no_more_workers_than_games(monkeypatch):
     monkeypatch.setattr(envs.gymnasium, "worker_games", lambda n, workers, *given: (n, workers))
     assert [environment("tests/Counter-v0", processes=3).make(n) for n in (2, 4)] == [(2, 2), (4, 3)]
@@ -219,6 +210,7 @@ def workers(monkeypatch):
         game.close()
 
 
+@pytest.mark.slow
 def test_worker_processes_play_the_same(workers):
     games, (local,) = workers("tests/Counter-v0"), environment("tests/Counter-v0").make(1)
     for game in games:
@@ -228,6 +220,7 @@ def test_worker_processes_play_the_same(workers):
         assert games[1].step(command) == local.step(command)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, reason", [
     ("raises", "--env=gymnasium:counter_env:tests/raises-v0: step raised KeyError"),
     ("dies", "its worker died with exit code 7"), ("hangs", "its worker gave no answer for 2 s")])
@@ -244,6 +237,7 @@ def test_a_worker_that_fails_loses_the_episode_and_is_replaced(workers, kind, re
     assert game.reset(task()).observation == "Count from 7."
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_import_a_class_of_its_settings_has_died(monkeypatch):
     """As one of a plug-in's file, whose module only this process has."""
     module = ModuleType("plugin_of_this_process")
@@ -263,6 +257,7 @@ def train(out, name, **changes):
         return gcd.main(config.arguments(TINY | {"out": str(out), "env": f"gymnasium:{name}"} | changes))
 
 
+@pytest.mark.slow
 def test_two_iterations_log_game_times_rewards_and_reasons(tmp_path):
     assert train(tmp_path / "run", HOUSEHOLD, admissible_only=True) == 0
     (first, *_), lines = files.read_lines(tmp_path / "run" / "metrics.jsonl")[0], rows(tmp_path / "run")
@@ -276,6 +271,7 @@ def test_two_iterations_log_game_times_rewards_and_reasons(tmp_path):
     assert all(turn["reward"] == 0.0 for episode in episodes for turn in episode["turns"])
 
 
+@pytest.mark.slow
 def test_a_lost_episode_is_counted_and_one_that_is_always_lost_is_named(tmp_path, capsys, monkeypatch):
     """Here the first steps fail."""
     failing, step = [3], Counter.step
@@ -300,6 +296,7 @@ def test_a_lost_episode_is_counted_and_one_that_is_always_lost_is_named(tmp_path
     assert "lost 6 times: --env=gymnasium:tests/Counter-v0: step" in error
 
 
+@pytest.mark.slow
 def test_a_lost_reset_of_the_check_before_a_run_is_repeated(tmp_path, monkeypatch):
     reset, calls = Counter.reset, itertools.count()
 
@@ -313,6 +310,7 @@ def test_a_lost_reset_of_the_check_before_a_run_is_repeated(tmp_path, monkeypatc
     assert rows(tmp_path)[0]["rollout/restarts"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("textarena") is None, reason="needs: pip install textarena")
 def test_a_game_of_textarena_trains_for_two_iterations(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(HERE.parents[1] / "examples")

@@ -116,6 +116,7 @@ def recorded():
 
 # Against the recorded engine
 
+@pytest.mark.slow
 @needs_games
 @needs_transcripts
 def test_every_recorded_transcript_is_reproduced_exactly():
@@ -206,6 +207,7 @@ def play_both(engine, pddl, task_desc, turns, rng, tour=()):
     return texts, won
 
 
+@pytest.mark.slow
 @needs_games
 def test_real_games_equal_the_live_engine_under_random_commands(engine):
     rng, solvable = random.Random(20), real_games("train")
@@ -215,6 +217,7 @@ def test_real_games_equal_the_live_engine_under_random_commands(engine):
 
 
 # test_alfworld plays the other types' kitchens, with the same commands on textworld's own state and grammar
+@pytest.mark.slow
 @pytest.mark.parametrize(("task_type", "start"), [("pick_and_place_simple", "l2"),
                                                   ("look_at_obj_in_light", "l5")])
 def test_a_kitchen_of_corner_cases_equals_the_live_engine(engine, task_type, start):
@@ -231,7 +234,6 @@ def test_a_kitchen_of_corner_cases_equals_the_live_engine(engine, task_type, sta
 
 # By hand
 
-@pytest.mark.fast
 def test_the_texts_of_a_short_game():
     game = Game()
     reply = game.reset(task_of(kitchen(goal_of("pick_heat_then_place_in_recep"))))
@@ -263,7 +265,6 @@ def test_the_texts_of_a_short_game():
     assert reply == Reply("You move the apple 1 to the fridge 1.", reply.admissible, True, True)
 
 
-@pytest.mark.fast
 def test_a_problem_made_of_records_plays_without_pddl():
     shelf = Receptacle("shelf 1", 0, openable=False, opened=False, accepts=frozenset({"mug"}))
     safe = Receptacle("safe 1", 1, openable=True, opened=False, accepts=frozenset({"mug"}))
@@ -287,7 +288,6 @@ def test_a_problem_made_of_records_plays_without_pddl():
     assert "close safe 1" in reply.admissible
 
 
-@pytest.mark.fast
 def test_lists_are_punctuated_as_in_the_game():
     assert [listing(["cup 1", "pan 1", "egg 1"][:n]) for n in range(4)] == [
         "nothing", "a cup 1", "a cup 1, and a pan 1", "a cup 1, a pan 1, and a egg 1"]
@@ -306,7 +306,6 @@ def write_game(folder, verb="move", word="to", **changes):
     return folder / "game.tw-pddl"
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("verb", "word"), [("move", "to"), ("put", "in/on")])
 def test_games_of_old_and_new_releases_are_played_with_the_new_commands(tmp_path, verb, word):
     path = write_game(tmp_path / "train/pick_heat_then_place_in_recep-Apple-None-Fridge-1/trial_1", verb,
@@ -321,7 +320,6 @@ def test_games_of_old_and_new_releases_are_played_with_the_new_commands(tmp_path
     assert "move knife 1 to countertop 2" in game.step("take knife 1 from countertop 2").admissible
 
 
-@pytest.mark.fast
 def test_a_folder_gives_its_solvable_games_in_order(tmp_path):
     for trial, changes in (("b", {}), ("a", {}), ("unsolvable", {"solvable": False}),
                            ("unknown", {"solvable": None})):
@@ -337,6 +335,7 @@ def test_a_folder_gives_its_solvable_games_in_order(tmp_path):
         load_games(tmp_path, "train")
 
 
+@pytest.mark.slow
 @needs_games
 def test_the_released_games_have_the_official_counts():
     counts = {split: len(real_games(split)) for split in ("train", "valid_seen", "valid_unseen")}
@@ -347,6 +346,7 @@ def test_the_released_games_have_the_official_counts():
     assert environment.description() == "real ALFWorld games, household engine"
 
 
+@pytest.mark.slow
 @needs_games
 def test_the_pages_counts_of_games_that_are_close_to_training():
     """Of valid_seen: those whose folder, which names type, objects and room, has a training game."""
@@ -385,7 +385,6 @@ BROKEN = {
 }
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("message", BROKEN)
 def test_a_broken_game_file_is_refused_with_its_path(tmp_path, message):
     change = BROKEN[message]
@@ -397,7 +396,6 @@ def test_a_broken_game_file_is_refused_with_its_path(tmp_path, message):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.fast
 def test_a_broken_game_among_many_is_refused_when_it_is_played(tmp_path):
     path = write_game(tmp_path / "train/x/y", pddl_problem="(define")
     (task,) = load_games(tmp_path, "train")
@@ -406,7 +404,6 @@ def test_a_broken_game_among_many_is_refused_when_it_is_played(tmp_path):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.fast
 def test_invalid_sources_are_refused(tmp_path):
     with pytest.raises(ValueError, match="nothere: no such file or folder"):
         load_games(tmp_path / "nothere", "train")
@@ -423,21 +420,18 @@ def test_invalid_sources_are_refused(tmp_path):
         load_games(tmp_path, "train", types=["pick_three"])
 
 
-@pytest.mark.fast
 def test_pddl_may_have_any_case_and_spacing_and_comments():
     text = kitchen(goal_of("pick_two_obj_and_place"))
     shaped = text.upper().replace("(", "\n ( ").replace("(:INIT", "; a comment (\n(:INIT", 1)
     assert problem_from_pddl(shaped, "x") == problem_from_pddl(text, "x")
 
 
-@pytest.mark.fast
 def test_two_different_types_do_not_make_a_pick_two_goal():
     goal = goal_of("pick_two_obj_and_place").replace("AppleType", "BowlType", 1)
     with pytest.raises(ValueError, match="none of ALFWorld's six"):
         problem_from_pddl(kitchen(goal), "x")
 
 
-@pytest.mark.fast
 def test_problem_of_returns_a_parsed_problem_unchanged():
     task = task_of(kitchen(goal_of("pick_heat_then_place_in_recep")))
     problem = problem_of(task)
@@ -446,7 +440,6 @@ def test_problem_of_returns_a_parsed_problem_unchanged():
 
 # Checks of --games that parse no game
 
-@pytest.mark.fast
 def test_a_source_without_games_is_refused_at_once_and_one_with_a_game_is_not(tmp_path):
     (tmp_path / "train/x/y").mkdir(parents=True)
     with pytest.raises(ValueError,
@@ -468,7 +461,7 @@ def run(*flags, commands=""):
                           text=True, capture_output=True, check=False, errors="surrogateescape")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_json_gives_one_line_before_the_first_command_and_one_after_each(tmp_path):
     path = write_game(tmp_path / "train/x/y")
     commands = ["go to countertop 2", "take apple 1 from countertop 2", "fly", "\udcff", "inventory"]
@@ -481,7 +474,7 @@ def test_json_gives_one_line_before_the_first_command_and_one_after_each(tmp_pat
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_without_json_the_text_and_a_prompt_are_printed(tmp_path):
     path = write_game(tmp_path / "train/x/y", pddl_problem=kitchen(goal_of("pick_and_place_simple")))
     done = run("--game", str(path),
@@ -492,7 +485,7 @@ def test_without_json_the_text_and_a_prompt_are_printed(tmp_path):
     assert done.returncode == 0
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("as_json", [False, True])
 def test_who_types_learns_of_help_and_a_game_that_is_won_ends(tmp_path, as_json):
     """Piped commands get neither, see above, and --json answers as ever."""
@@ -513,12 +506,13 @@ def test_who_types_learns_of_help_and_a_game_that_is_won_ends(tmp_path, as_json)
         assert done.stdout.endswith("\n> You move the apple 1 to the fridge 1.\nYou have won.\n")
 
 
+@pytest.mark.slow
 def test_a_generated_room_is_played_by_number():
     first, again, other = (run("--seed", seed, "--split", "L1", "--json").stdout for seed in "334")
     assert first == again != other
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_closed_stdout_ends_the_game_without_a_traceback():
     player = subprocess.Popen([sys.executable, "-m", "envs.household"], cwd=ROOT, stdin=subprocess.PIPE,
                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -528,7 +522,7 @@ def test_a_closed_stdout_ends_the_game_without_a_traceback():
     assert player.communicate("look\n" * 3)[1] == "" and player.returncode == 0
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "message"), [
     (("--colour",), "unrecognized arguments"), (("--se", "3"), "unrecognized arguments"),
     (("--game", "nothere"), "nothere: cannot read it"),

@@ -60,12 +60,11 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.mark.fast
 def test_an_example_is_about_ten_lines():
     assert all(len(example(name).splitlines()) <= 12 for name in EXAMPLES)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tw_env", "gym", "vector", "plain"])
 def test_the_pages_examples_run_in_the_project(name, data, tmp_path):
     if name == "gym":
@@ -75,7 +74,6 @@ def test_the_pages_examples_run_in_the_project(name, data, tmp_path):
     assert re.fullmatch(EXAMPLES[name][1], run([sys.executable, "-c", text], cwd=tmp_path, env=environment))
 
 
-@pytest.mark.fast
 def test_the_licence_is_the_projects():
     assert (ROOT / "envs" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
@@ -89,7 +87,7 @@ def installed(tmp_path):
     return clean(PYTHONPATH=str(tmp_path), PYTHONDONTWRITEBYTECODE="1")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["household", "household.household"])
 def test_the_installed_command_has_its_name(installed, tmp_path, module):
     text = run([sys.executable, "-m", module, "--help"], cwd=tmp_path, env=installed)
@@ -99,7 +97,7 @@ def test_the_installed_command_has_its_name(installed, tmp_path, module):
     assert run([sys.executable, "-c", code], cwd=tmp_path, env=installed) == "household\n"
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("package, extra", [("household", '"household[openenv]"'), ("envs", "openenv")])
 def test_without_openenv_its_face_says_how_to_get_it(installed, tmp_path, package, extra):
     """And an import raises what a caller may catch."""
@@ -146,6 +144,7 @@ def clean(**more):
     return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | more
 
 
+@pytest.mark.slow
 def test_wheel_and_sdist_hold_the_game_and_nothing_else(built):
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     files = {path.relative_to(ROOT / "envs").as_posix() for path in (ROOT / "envs" / "alfred").glob("*.py")}
@@ -161,6 +160,7 @@ def test_wheel_and_sdist_hold_the_game_and_nothing_else(built):
     assert files | {"pyproject.toml", "LICENSE", "PKG-INFO"} <= names and not LEFT_OUT & names
 
 
+@pytest.mark.slow
 def test_the_ways_in_work_from_an_empty_environment(python, data, tmp_path):
     for name in ("tw_env", "gym", "vector", "plain"):
         printed = run([python, "-c", example(name)], cwd=tmp_path, env=clean(ALFWORLD_DATA=str(data)))
@@ -174,6 +174,7 @@ def test_the_ways_in_work_from_an_empty_environment(python, data, tmp_path):
     assert not packages & {"alfworld", "textworld", "torch", "trl", "tqdm"}
 
 
+@pytest.mark.slow
 def test_the_installed_command_plays_and_downloads(python, tmp_path):
     for command in ([python.with_name("household")], [python, "-m", "household"],
                     [python, "-m", "household.household"]):
@@ -184,6 +185,7 @@ def test_the_installed_command_plays_and_downloads(python, tmp_path):
         assert done.returncode == 2 and "--mirror=x: expected an address" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_openenv_face_serves_from_the_same_environment(python, data, tmp_path):
     """The page's client, and two sessions at once; the extra's hundred packages take a minute."""
     done = subprocess.run([python, "-m", "pip", "install", "-q", "--no-compile", "openenv>=0.10"], text=True,

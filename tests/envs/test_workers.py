@@ -83,6 +83,7 @@ def make():
         game.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command, error, reason", [
     ("key", EpisodeLost, r"^KeyError: 'two\\nlines'$"),
     ("odd", EpisodeLost, "^AttributeError: .*pickle"),
@@ -101,6 +102,7 @@ def test_an_engines_error_is_its_own_games_alone(make, tmp_path, command, error,
     assert second.step("more").observation == "2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factory, settings, reason", [
     ("no_such_module:engines", 0, "^no_such_module:engines: ModuleNotFoundError: No module named"),
     (f"{__name__}:none", 0, f"^{__name__}:none: AttributeError: "),
@@ -113,6 +115,7 @@ def test_a_factory_that_makes_no_engine_is_an_error_and_no_lost_episode(factory,
     game.close()
 
 
+@pytest.mark.slow
 def test_engines_are_closed_with_the_last_game(make, tmp_path):
     from conftest import is_alive
     (first, second), pids = make(tmp_path / "patient")
@@ -123,6 +126,7 @@ def test_engines_are_closed_with_the_last_game(make, tmp_path):
     wait_for(lambda: not any(map(is_alive, pids)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["dies", "hangs", "does not close"])
 def test_what_engines_started_ends_with_their_worker(make, tmp_path, how):
     from conftest import is_alive

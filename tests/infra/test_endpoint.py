@@ -159,7 +159,7 @@ def rows(path):
 
 # A good server
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_answers_are_in_the_questions_order_if_asked_concurrently(serve, connect):
     def slower_if_earlier(question, nth):
         time.sleep(0.02 * (5 - int(question) % 5))
@@ -173,7 +173,6 @@ def test_answers_are_in_the_questions_order_if_asked_concurrently(serve, connect
     assert endpoint.counts == counts(sent=20)
 
 
-@pytest.mark.fast
 def test_equal_questions_are_asked_once(serve, connect):
     server = serve()
     endpoint = connect(server)
@@ -183,7 +182,6 @@ def test_equal_questions_are_asked_once(serve, connect):
     assert endpoint.ask([]) == []
 
 
-@pytest.mark.fast
 def test_the_request_follows_the_protocol(serve, connect):
     server = serve()
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
@@ -194,7 +192,7 @@ def test_the_request_follows_the_protocol(serve, connect):
     assert server.keys == {f"Bearer {SECRET}"}
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_extra_keys_are_merged_into_the_request_and_null_removes_one(serve, connect):
     """Answers to other requests are cached apart; those of older caches, without extra keys, stay."""
     server, question = serve(), [{"role": "user", "content": "Why?"}]
@@ -210,7 +208,6 @@ def test_extra_keys_are_merged_into_the_request_and_null_removes_one(serve, conn
     assert connect(server, extra="{}").cache_key(question) == plain.cache_key(question)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("extra, expected", [
     ("{", "expected a JSON object"), ("[1]", "expected a JSON object"), ("null", "expected a JSON object"),
     ('{"a": NaN}', "expected a JSON object"), (r'{"a": "\ud83d"}', "expected a JSON object"),
@@ -221,7 +218,6 @@ def test_extra_keys_that_cannot_be_sent_are_named(connect, extra, expected):
         connect("http://127.0.0.1:9/v1", extra=extra)
 
 
-@pytest.mark.fast
 def test_unpaired_surrogates_are_replaced_before_sending_and_caching(serve, connect, tmp_path):
     endpoint = connect(serve(lambda question, nth: (200, completion("half \ud83d, naïve 🙂"))))
     assert endpoint.ask(["half \udc00 and \0"]) == ["half ?, naïve 🙂"]
@@ -230,7 +226,7 @@ def test_unpaired_surrogates_are_replaced_before_sending_and_caching(serve, conn
 
 # The cache
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_cached_answer_costs_nothing(serve, connect, tmp_path):
     server = serve()
     connect(server).ask(["a", "b"])
@@ -244,7 +240,7 @@ def test_a_cached_answer_costs_nothing(serve, connect, tmp_path):
     assert len(first["key"]) == 64 and first["key"] != second["key"]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"model": "larger"}, {"temperature": 1.0}, {"max_tokens": 5}])
 def test_the_cache_distinguishes_models_and_sampling_settings(serve, connect, change):
     server = serve()
@@ -253,7 +249,7 @@ def test_the_cache_distinguishes_models_and_sampling_settings(serve, connect, ch
     assert server.seen == ["a", "a"]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_an_incomplete_line_is_skipped_completed_and_reported_once(serve, connect, tmp_path):
     server, path = serve(), tmp_path / "cache.jsonl"
     connect(server).ask(["a", "b"])
@@ -271,7 +267,6 @@ def test_an_incomplete_line_is_skipped_completed_and_reported_once(serve, connec
     assert path.read_bytes().count(b"\n") == 7 and path.read_bytes().startswith(lines[0])
 
 
-@pytest.mark.fast
 def test_a_last_line_without_newline_is_read(serve, connect, tmp_path):
     server, path = serve(), tmp_path / "cache.jsonl"
     connect(server).ask(["a"])
@@ -283,7 +278,7 @@ def test_a_last_line_without_newline_is_read(serve, connect, tmp_path):
     assert endpoint.cache.bad_lines == 0
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_full_disk_is_named_and_loses_no_other_answer(serve, connect, tmp_path):
     server, path = serve(), tmp_path / "cache.jsonl"
     endpoint = connect(server)
@@ -329,6 +324,7 @@ def finish(process):
     return json.loads(out.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("orders, concurrent", [((1, 1), 4), ((1, -1), 8)], ids=["same order", "reversed"])
 def test_two_processes_with_one_cache_pay_for_each_question_once(serve, tmp_path, orders, concurrent):
     """The server answers once `concurrent` questions have arrived: in the reversed case, of both processes.
@@ -362,6 +358,7 @@ def test_two_processes_with_one_cache_pay_for_each_question_once(serve, tmp_path
     assert finish(start(server, path))[1] == counts(cached=24)
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_no_question_locked(serve, connect, tmp_path):
     arrived = threading.Event()
 
@@ -418,7 +415,7 @@ def lock(tmp_path):
         process.wait()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("answered", [True, False])
 def test_a_question_of_a_second_process_is_waited_for(serve, connect, lock, answered):
     server = serve()
@@ -432,7 +429,7 @@ def test_a_question_of_a_second_process_is_waited_for(serve, connect, lock, answ
     assert endpoint.counts == (counts(sent=1, cached=1) if answered else counts(sent=2))
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @quiet
 def test_a_question_at_which_a_second_process_just_failed_is_asked_once(serve, connect, lock):
     server = serve(lambda question, nth: (500, ""))
@@ -443,7 +440,6 @@ def test_a_question_at_which_a_second_process_just_failed_is_asked_once(serve, c
     assert endpoint.counts == counts(sent=1, failed=1)
 
 
-@pytest.mark.fast
 def test_a_game_may_change_the_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cache = Cache("cache.jsonl")
@@ -454,7 +450,7 @@ def test_a_game_may_change_the_working_directory(tmp_path, monkeypatch):
     assert not any((tmp_path / "there").iterdir())
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_wait_for_a_frozen_process_ends(tmp_path, lock):
     cache, key = Cache(tmp_path / "cache.jsonl"), "f" * 64
     lock(key)
@@ -466,6 +462,7 @@ def test_the_wait_for_a_frozen_process_ends(tmp_path, lock):
 
 # Failures that are retried
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 408, 409])
 def test_a_server_that_fails_twice_is_asked_three_times(serve, connect, status):
     server = serve(lambda q, nth: good(q, nth) if nth == 2 else (status, '{"error": {"message": "busy"}}'))
@@ -475,6 +472,7 @@ def test_a_server_that_fails_twice_is_asked_three_times(serve, connect, status):
     assert Counter(server.seen) == {"a": 3, "b": 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value, waited_s", [
     ("0.4", 0.4), ("3600", 0.5), ("Tue, 01 Jan 2999 00:00:00 GMT", 0.5), ("-3", 0.0), ("nan", 0.0),
     ("soon", 0.5)])
@@ -493,13 +491,11 @@ def test_retry_after_is_obeyed_up_to_a_maximum(serve, connect, monkeypatch, valu
     assert waited_s <= times[1] - times[0] < waited_s + PATIENCE_S
 
 
-@pytest.mark.fast
 def test_a_date_to_retry_after_is_read_as_the_seconds_until_then():
     in_a_minute = formatdate(time.time() + 60, usegmt=True)
     assert 0 < module.retry_after_s({"retry-after": in_a_minute}) <= 60
 
 
-@pytest.mark.fast
 def test_waits_double_up_to_a_maximum_and_are_random(connect):
     endpoint = connect("http://127.0.0.1:9/v1", first_wait_s=1.0)
     for retry in range(5):
@@ -509,7 +505,7 @@ def test_waits_double_up_to_a_maximum_and_are_random(connect):
     assert endpoint.wait_s(50, None) == module.MAX_WAIT_S == 60
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("drips", [False, True], ids=["silent", "dripping"])
 def test_a_hang_ends(serve, connect, drips):
@@ -549,7 +545,7 @@ def drip_a_body_of_unknown_length(handler):
         time.sleep(0.05)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("drips", [drip_headers, promise_more, drip_a_body_of_unknown_length])
 def test_the_time_limit_includes_headers_and_body(serve, connect, drips):
@@ -560,7 +556,7 @@ def test_the_time_limit_includes_headers_and_body(serve, connect, drips):
     assert time.monotonic() - started < 5                        # the server sends for ten seconds
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @quiet
 def test_the_time_limit_includes_the_look_up_of_the_name(serve, connect, monkeypatch):
     """It passes before there is a connection that could be shut down."""
@@ -578,7 +574,6 @@ def test_the_time_limit_includes_the_look_up_of_the_name(serve, connect, monkeyp
     assert time.monotonic() - started < 5                        # the server sends for ten seconds
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("proxy", ["connection", "socks"])
 def test_the_socket_is_known_also_behind_a_proxy(connect, proxy):
     """By the client's events: a SOCKS proxy has its own, and would need the package socksio here."""
@@ -593,7 +588,6 @@ def test_the_socket_is_known_also_behind_a_proxy(connect, proxy):
         assert theirs.recv(1) == b""                           # else it would wait
 
 
-@pytest.mark.fast
 @quiet
 def test_an_endless_answer_is_cut_off(serve, connect, monkeypatch):
     monkeypatch.setattr(module, "MAX_BYTES", 100_000)
@@ -608,19 +602,17 @@ def test_an_endless_answer_is_cut_off(serve, connect, monkeypatch):
     assert endpoint.last_reason == "ValueError: an answer of more than 100000 bytes"
 
 
-@pytest.mark.fast
 def test_a_cache_that_is_a_pipe_is_named(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ValueError, match=f"--endpoint-cache={tmp_path}/pipe: not a file"):
         module.Cache(tmp_path / "pipe")
 
 
-@pytest.mark.fast
 def test_empty_lines_before_an_answer_do_not_matter(serve, connect):
     assert connect(serve(lambda question, nth: (200, "\n\n\n" + completion("yes")))).ask(["a"]) == ["yes"]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("body", [
     "{not json", "", "[]", '"text"', "null", "{}", '{"choices": []}', '{"choices": null}',
@@ -637,7 +629,6 @@ def test_a_malformed_answer_is_retried_then_failed(serve, connect, tmp_path, bod
     assert (tmp_path / "cache.jsonl").read_bytes() == b""
 
 
-@pytest.mark.fast
 @quiet
 @pytest.mark.parametrize("body, reason", [
     ('{"error": {"message": "model is loading"}}', '{"error": {"message": "model is loading"}}'),
@@ -651,7 +642,6 @@ def test_an_answer_without_a_choice_is_shown_in_the_reason(serve, connect, body,
     assert len(endpoint.last_reason) < 400
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("headers", [{"Content-Length": 9999}, {"Content-Encoding": "gzip"},
                                      {"Content-Length": "x"}], ids=["cut", "not gzip", "bad header"])
 def test_a_broken_transfer_is_retried(serve, connect, headers):
@@ -661,7 +651,6 @@ def test_a_broken_transfer_is_retried(serve, connect, headers):
     assert endpoint.counts == counts(sent=1, retried=1)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("usage", [None, [], "much", {"prompt_tokens": 3, "note": "x", "details": {"a": 1}}])
 def test_usage_of_any_form_is_accepted(serve, connect, tmp_path, usage):
     assert connect(serve(lambda question, nth: (200, completion("yes", usage=usage)))).ask(["a"]) == ["yes"]
@@ -669,7 +658,7 @@ def test_usage_of_any_form_is_accepted(serve, connect, tmp_path, usage):
     assert rows(tmp_path / "cache.jsonl")[0]["usage"] == kept
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
 def test_that_a_model_reasoned_is_noted(serve, connect, name):
     """By either name that servers have for it."""
@@ -693,6 +682,7 @@ def hanging(serve):
     return server, arrived
 
 
+@pytest.mark.slow
 def test_ctrl_c_does_not_wait_for_an_answer(hanging, connect):
     """Even one that does not wake the main thread: it went to another thread, or came as the wait began."""
     server, arrived = hanging
@@ -715,7 +705,6 @@ def test_ctrl_c_does_not_wait_for_an_answer(hanging, connect):
     assert time.monotonic() - started < PATIENCE_S
 
 
-@pytest.mark.fast
 def test_close_ends_a_request_and_none_is_sent_later(hanging, connect):
     """At exit Python waits for the threads that wait for an answer."""
     server, arrived = hanging
@@ -738,7 +727,6 @@ def redirect(status, location):
     return status, "", {"Location": location}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("status", [307, 308])
 @pytest.mark.parametrize("absolute", [False, True])
 def test_redirects_within_the_server_are_followed_and_counted(serve, connect, status, absolute):
@@ -756,7 +744,6 @@ def test_redirects_within_the_server_are_followed_and_counted(serve, connect, st
     assert endpoint.counts == counts(sent=1, redirected=3)
 
 
-@pytest.mark.fast
 @quiet
 def test_a_redirect_loop_is_cut_and_every_request_of_it_is_counted(serve, connect):
     server = serve(lambda question, nth: redirect(307, "/v1/chat/completions"))
@@ -766,7 +753,6 @@ def test_a_redirect_loop_is_cut_and_every_request_of_it_is_counted(serve, connec
     assert endpoint.counts == counts(sent=1, redirected=3, failed=1)
 
 
-@pytest.mark.fast
 @quiet
 def test_the_limit_counts_redirects(serve, connect):
     server = serve(lambda question, nth: redirect(307, "/v1/chat/completions"))
@@ -776,7 +762,6 @@ def test_the_limit_counts_redirects(serve, connect):
     assert endpoint.counts == counts(sent=1, redirected=2, limited=1)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("status", [301, 302, 303])
 def test_a_redirect_that_drops_the_question_is_not_followed(serve, connect, status):
     """The client would make a GET of it, without a body."""
@@ -788,7 +773,6 @@ def test_a_redirect_that_drops_the_question_is_not_followed(serve, connect, stat
     assert server.seen == ["a"] and endpoint.counts == counts(sent=1)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize("hops", [0, 1])
 def test_nothing_is_sent_to_another_server(serve, connect, status, hops):
@@ -804,7 +788,6 @@ def test_nothing_is_sent_to_another_server(serve, connect, status, hops):
     assert SECRET not in str(raised.value) and "\n" not in str(raised.value)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("location", [
     "https://127.0.0.1:{port}/v1", "http://localhost:{port}/v1", "ftp://127.0.0.1/", "//elsewhere/v1",
     "http://key:word@elsewhere/", "http://" + "x" * 900])
@@ -815,7 +798,6 @@ def test_another_scheme_or_name_is_another_server(serve, connect, location):
     assert server.seen == ["a"] and len(str(raised.value)) < 600 and "word" not in str(raised.value)
 
 
-@pytest.mark.fast
 @quiet
 @pytest.mark.parametrize("location", [
     "http://[", "http://a:b/", "http://h:99999999/", "http://\xff\xfe/", "http:///",
@@ -829,7 +811,7 @@ def test_a_malformed_redirect_is_a_failure(serve, connect, location):
         assert "a redirect with status 307 to " in str(error) and "is not followed" in str(error)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("status", [307, 400, 500])
 def test_an_endless_body_of_an_error_or_redirect_is_cut(serve, connect, status):
@@ -846,7 +828,6 @@ def test_an_endless_body_of_an_error_or_redirect_is_cut(serve, connect, status):
 
 # Failures that are final
 
-@pytest.mark.fast
 @pytest.mark.parametrize("text", ["", " \n", None])
 def test_an_empty_answer_is_a_failure_and_is_not_cached(serve, connect, tmp_path, text):
     server = serve(lambda question, nth: (200, completion(text)))
@@ -858,7 +839,6 @@ def test_an_empty_answer_is_a_failure_and_is_not_cached(serve, connect, tmp_path
     assert endpoint.ask(["a"]) == ["A: a"]
 
 
-@pytest.mark.fast
 def test_a_refused_question_fails_at_once_and_the_others_are_answered(serve, connect):
     refused = 400, '{"error": {"message": "too long"}}'
     server = serve(lambda q, nth: refused if q == "long" else good(q, nth))
@@ -869,14 +849,13 @@ def test_a_refused_question_fails_at_once_and_the_others_are_answered(serve, con
     assert endpoint.counts == counts(sent=3, failed=1)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("status", [400, 413, 422, 429, 500])
 def test_a_request_that_was_read_and_will_never_be_answered_is_told_from_others(serve, connect, status):
     endpoint = connect(serve(lambda question, nth: (status, "{}")))
     assert endpoint.answer(endpoint.messages("a"), 0).refused == (status in (400, 413, 422))
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("status, flag, known", [
     (401, "--endpoint-key-variable=LARGE_KEY", "abc"), (403, "--endpoint-key-variable=LARGE_KEY", "abc"),
     (404, "--endpoint-model=large", "")])
@@ -891,7 +870,7 @@ def test_a_wrong_key_or_model_stops_at_once(serve, connect, tmp_path, status, fl
     assert connect(server, limit=0).ask([*known]) == [f"A: {q}" for q in known]               # all cached
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @quiet
 def test_a_question_that_is_refused_by_moderation_fails_alone(serve, connect):
     """OpenRouter's form, which may be the answer to the first question of a process."""
@@ -904,14 +883,13 @@ def test_a_question_that_is_refused_by_moderation_fails_alone(serve, connect):
     assert fresh.answer(fresh.messages("axe"), 3).refused
 
 
-@pytest.mark.fast
 def test_a_404_after_an_answer_is_tried_again(serve, connect):
     """A gateway's, while the server behind it starts again."""
     server = serve(lambda q, nth: good(q, nth) if q == "a" or nth else (404, "{}"))
     assert connect(server, concurrency=1).ask(["a", "b"]) == ["A: a", "A: b"]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [
     {"finish_reason": "insufficient_system_resource"}, {"finish_reason": "abort"},
     {"finish_reason": "error", "error": {"code": 502, "message": "upstream"}}])
@@ -923,6 +901,7 @@ def test_an_answer_that_the_server_broke_off_is_none(serve, connect, broken):
     assert connect(server, limit=0).ask(["a"]) == ["A: a"]
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_dies_midway_and_works_again(serve, connect, tmp_path):
     def die(handler):
         handler.connection.close()
@@ -947,7 +926,7 @@ def test_an_endpoint_that_dies_midway_and_works_again(serve, connect, tmp_path):
     assert Counter(server.seen[before + 1:]) == {q: 1 for q in questions[10:]}
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @quiet
 def test_an_address_without_a_server(connect):
     server = Server()
@@ -957,7 +936,6 @@ def test_an_address_without_a_server(connect):
     assert endpoint.counts["failed"] == 50 and endpoint.counts["asked"] < 50
 
 
-@pytest.mark.fast
 @quiet
 def test_the_limit_counts_requests(serve, connect):
     server = serve(lambda question, nth: good(question, nth) if nth else (500, ""))
@@ -970,7 +948,7 @@ def test_the_limit_counts_requests(serve, connect):
     assert endpoint.counts == counts(sent=3, retried=2, limited=3, cached=1)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @quiet
 def test_the_limit_applies_to_concurrent_requests(serve, connect):
     server = serve()
@@ -982,7 +960,6 @@ def test_the_limit_applies_to_concurrent_requests(serve, connect):
 
 # The key
 
-@pytest.mark.fast
 @pytest.mark.parametrize("status", [200, 400, 401, 404, 500])
 def test_the_key_appears_only_in_the_header(serve, connect, tmp_path, caplog, capfd, status):
     """The server repeats it in its answers, and the question contains it."""
@@ -1008,7 +985,6 @@ def test_the_key_appears_only_in_the_header(serve, connect, tmp_path, caplog, ca
     assert "[key]" in "\n".join(outputs)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("key, sent", [("EMPTY", "EMPTY"), ("sevenis", "sevenis"), ("eightare", "[key]")])
 def test_a_key_below_eight_characters_is_a_placeholder_and_is_not_masked(
         serve, connect, monkeypatch, key, sent):
@@ -1020,7 +996,6 @@ def test_a_key_below_eight_characters_is_a_placeholder_and_is_not_masked(
 
 # Mistakes before the first request
 
-@pytest.mark.fast
 @pytest.mark.parametrize("value", [None, "", "  \n"])
 def test_a_key_that_is_not_set_is_named(monkeypatch, tmp_path, value):
     monkeypatch.delenv("LARGE_KEY")
@@ -1031,7 +1006,6 @@ def test_a_key_that_is_not_set_is_named(monkeypatch, tmp_path, value):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("value", ["sk-naïve-12345", "sk-two words", "sk-line\nline"])
 def test_a_key_with_invalid_characters_is_not_repeated(monkeypatch, tmp_path, value):
     monkeypatch.setenv("LARGE_KEY", value)
@@ -1040,7 +1014,6 @@ def test_a_key_with_invalid_characters_is_not_repeated(monkeypatch, tmp_path, va
     assert value[3:] not in str(raised.value)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("url", ["", "api.deepseek.com/v1", "ftp://host/v1", "http://", "http://host:port/v1",
                                  "http://[::1/v1", "http://host:99999/v1", "http://host\\x/v1",
                                  "http://host/v1\x7f", "http://h%2fost/v1", "sk-1234567890"])
@@ -1051,7 +1024,6 @@ def test_an_invalid_address_is_refused_and_not_repeated(tmp_path, url):
     assert not url or url not in str(raised.value).replace("https://api.deepseek.com/v1", "")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("url", ["https://me:hunter2hunter2@host/v1", "https://hunter2hunter2@host/v1",
                                  "https://host/v1?api-key=hunter2hunter2", "https://host/v1#hunter2hunter2"])
 def test_a_key_in_the_address_is_refused_and_not_repeated(tmp_path, url):
@@ -1060,7 +1032,7 @@ def test_a_key_in_the_address_is_refused_and_not_repeated(tmp_path, url):
     assert "hunter2" not in str(raised.value)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("repeated", ["/v1/hunter2 hunter2/v1/chat/completions", "hunter2%20hunter2"])
 def test_a_key_in_the_path_of_the_address_is_used_but_not_printed(serve, connect, repeated):
     """Servers repeat the path in their errors."""
@@ -1076,7 +1048,6 @@ def test_a_key_in_the_path_of_the_address_is_used_but_not_printed(serve, connect
     assert "hunter2" not in f"{raised.value} {warned[0].message}" and "[path]" in str(raised.value)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("url, expected", [
     ("https://host", "https://host"), ("https://host/", "https://host/"), ("", ""), (None, None),
     ("https://[::1]:80/v1", "https://[::1]:80/..."), ("http://h:/a/b\nc", "http://h:/..."),
@@ -1085,7 +1056,6 @@ def test_only_the_server_of_an_address_is_printed(url, expected):
     assert module.without_path(url) == expected
 
 
-@pytest.mark.fast
 def test_ctrl_c_ends_the_wait_for_requests_that_were_sent(serve, connect, monkeypatch):
     """Injected where the pool ends, after the run was asked to stop; its threads' own join might miss it."""
     endpoint, shut = connect(serve()), []
@@ -1104,7 +1074,7 @@ def test_ctrl_c_ends_the_wait_for_requests_that_were_sent(serve, connect, monkey
     assert shut == [True]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "cache.jsonl"):
@@ -1112,13 +1082,13 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
             Endpoint("http://127.0.0.1:9/v1", "large", "LARGE_KEY", path)
 
 
-@pytest.mark.fast
 def test_a_missing_package_is_named_with_its_command(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(ValueError, match="--endpoint: .*pip install -r requirements-endpoint.txt"):
         Endpoint("http://127.0.0.1:9/v1", "large", "LARGE_KEY", tmp_path / "c")
 
 
+@pytest.mark.slow
 def test_importing_the_file_does_not_import_the_package():
     source = "import infra.endpoint, sys; print('openai' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, text=True, capture_output=True,

@@ -59,6 +59,7 @@ def main(kind, out, *flags):
     return gcd.main([*TINY, "--out", str(out / "run"), *flags])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, message, consequence", [
     ("playing", "gcd.py: error: out of memory (CUDA out of memory. Tried to allocate 20.00 MiB.): "
      "while playing, --slots or --context down\n", ""),
@@ -82,7 +83,6 @@ def test_a_rank_that_fails_prints_why_and_ends_all_ranks(start, tmp_path, kind, 
     assert not (tmp_path / "run" / "traceback.txt").exists()       # rank 0's would hide that rank 1 failed
 
 
-@pytest.mark.fast
 def test_a_machine_prints_an_error_of_all_its_ranks_once(monkeypatch):
     store, host = torch.distributed.HashStore(), ["a"]
     monkeypatch.setattr(job.socket, "gethostname", lambda: host[0])
@@ -109,7 +109,6 @@ def through(place, error):
     return caught.value
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("error", [
     FULL, MemoryError("no more"), RuntimeError("CUDA error: out of memory"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"),
@@ -135,7 +134,6 @@ def test_out_of_memory_names_the_flags_of_the_activity(tmp_path, error):
     assert playing in both and training in both and not list(tmp_path.iterdir())
 
 
-@pytest.mark.fast
 def test_out_of_memory_within_a_calls_callees_names_the_stage(tmp_path):
     """The judge samples by the engine, and a step's update is in the same file as the forward."""
     def nested(outer, inner):
@@ -150,14 +148,12 @@ def test_out_of_memory_within_a_calls_callees_names_the_stage(tmp_path):
     assert "while training" in nested(("update.py", "update"), ("batching.py", "collate"))
 
 
-@pytest.mark.fast
 def test_errors_of_other_kinds_do_not_count_as_out_of_memory(tmp_path):
     line = errors.one_line(through(str(ROOT / "update.py"), RuntimeError("shapes do not fit")), tmp_path)
     assert line.startswith("RuntimeError: shapes do not fit (traceback in")
     assert errors.one_line(ValueError("--out=out of memory: no"), tmp_path) == "--out=out of memory: no"
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("parent", ["", "torchrun", "run.sh"])
 def test_a_signal_that_comes_twice_at_once_counts_once_under_a_parent_that_passes_it_on(monkeypatch, parent):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -180,7 +176,6 @@ def test_a_signal_that_comes_twice_at_once_counts_once_under_a_parent_that_passe
                 stop.note(signal.SIGTERM, None)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("ignored", [False, True])
 def test_a_sighup_that_nohup_ignores_stays_ignored(ignored):
     with signals.Stop.restored():
@@ -190,7 +185,6 @@ def test_a_sighup_that_nohup_ignores_stays_ignored(ignored):
         assert signal.getsignal(signal.SIGHUP) == (signal.SIG_IGN if ignored else stop.note)
 
 
-@pytest.mark.fast
 def test_what_torchrun_left_in_a_shell_makes_no_parent_of_it(monkeypatch):
     """Its end would stop a run that nohup began there."""
     for name in ("RANK", "GCD_PARENT"):
@@ -202,7 +196,6 @@ def test_what_torchrun_left_in_a_shell_makes_no_parent_of_it(monkeypatch):
         assert stop.parent is None and not stop.by_torchrun
 
 
-@pytest.mark.fast
 def test_a_signal_during_a_write_to_stderr_does_not_break_it(monkeypatch):
     """The handler runs inside a buffered writer's own write, where another one raises RuntimeError."""
     class Raw(io.RawIOBase):
@@ -226,7 +219,6 @@ def test_a_signal_during_a_write_to_stderr_does_not_break_it(monkeypatch):
         text.detach()
 
 
-@pytest.mark.fast
 def test_the_first_rank_of_a_machine_speaks_for_all_of_it(monkeypatch, capsys):
     """A process alone speaks for itself, whatever its shell has left in the variables."""
     for local_rank, ranks, lines in (("0", "2", 1), ("1", "2", 0), ("1", "1", 1)):
@@ -240,7 +232,6 @@ def test_the_first_rank_of_a_machine_speaks_for_all_of_it(monkeypatch, capsys):
         assert capsys.readouterr().err.count("gcd.py: error: --tasks=0: expected 1") == lines
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("came", [(signal.SIGTERM,) * 3, (signal.SIGINT, signal.SIGTERM)],
                          ids=["a copy that is handled late", "a second Ctrl-C, of which it makes SIGTERM"])
 def test_of_two_signals_under_torchrun_only_an_equal_one_is_a_copy(monkeypatch, came):
@@ -257,7 +248,6 @@ def test_of_two_signals_under_torchrun_only_an_equal_one_is_a_copy(monkeypatch, 
             stop.note(last, None)
 
 
-@pytest.mark.fast
 def test_a_signal_ends_a_forked_process_at_once():
     """Else a run whose environment forked waits for it when it ends, for ever."""
     wait, ready = os.pipe()
@@ -277,7 +267,6 @@ def test_a_signal_ends_a_forked_process_at_once():
         assert not stop
 
 
-@pytest.mark.fast
 def test_a_single_process_returns_its_exit_status():
     assert job.abort(130) == 130 and job.failure() == "" and not parallel.is_distributed()
 

@@ -34,7 +34,6 @@ def holders(folder):
             if SECRET in path.name or path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
-@pytest.mark.fast
 def test_what_is_written_is_synced_to_the_disk_before_it_replaces_anything(tmp_path, monkeypatch):
     done = []
     for name in ("fsync", "replace"):
@@ -47,7 +46,6 @@ def test_what_is_written_is_synced_to_the_disk_before_it_replaces_anything(tmp_p
     assert done[2:] == ["fsync"] * 3
 
 
-@pytest.mark.fast
 def test_a_folder_that_cannot_be_synced_fails_no_save(tmp_path, monkeypatch):
     """As on some shared file systems; a file has to be synced."""
     def fails(descriptor):
@@ -64,7 +62,6 @@ def test_a_folder_that_cannot_be_synced_fails_no_save(tmp_path, monkeypatch):
         checkpoint.sync(tmp_path)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("url", [f"https://me:{SECRET}@host/v1", f"https://{SECRET}@host/v1", SECRET,
                                  f"https://host/v1?key={SECRET}", f"https://host/v1#{SECRET}",
                                  f"ftp://host/{SECRET}/v1"])
@@ -81,6 +78,7 @@ def test_a_secret_in_the_endpoint_is_refused_before_anything_is_written(tmp_path
     assert not (out).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["evaluated", "broken"])
 def test_a_secret_in_the_endpoints_path_is_used_and_not_stored(start, tmp_path, monkeypatch, capsys, ending):
     """In no byte of a run's files or of its report, nor printed."""
@@ -109,7 +107,6 @@ def test_a_secret_in_the_endpoints_path_is_used_and_not_stored(start, tmp_path, 
     assert holders(tmp_path) == [] and SECRET not in printed + error
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags, iterations, types, n", [
     ("--iterations 3", 3, "part", 12), ("--iterations 3", 1, "part", 4),
     ("--iterations 3 --dynamic-sampling refill", 1, "part", 4), ("--iterations 90000", 90000, "part", 4000),
@@ -122,7 +119,6 @@ def test_the_hash_of_training_is_of_the_tasks_that_it_plays(monkeypatch, flags, 
     assert files.train_hash(given, iterations) == ([(types, 0, n)] if n else None)
 
 
-@pytest.mark.fast
 def test_a_lock_names_the_process_alone(tmp_path, monkeypatch):
     given(monkeypatch, ["--endpoint", SECRET])
     with files.locked(tmp_path):
@@ -130,7 +126,6 @@ def test_a_lock_names_the_process_alone(tmp_path, monkeypatch):
     assert holders(tmp_path) == []
 
 
-@pytest.mark.fast
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -141,7 +136,6 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
             pytest.fail("locked")
 
 
-@pytest.mark.fast
 def test_a_disk_that_is_too_full_for_a_lock_is_named(tmp_path, monkeypatch):
     def full():
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -152,14 +146,12 @@ def test_a_disk_that_is_too_full_for_a_lock_is_named(tmp_path, monkeypatch):
             pytest.fail("locked")
 
 
-@pytest.mark.fast
 def test_a_run_that_was_resumed_with_no_iterations_keeps_those_it_had():
     headers = [{"config": {"iterations": n, "lr": n}} for n in (80, 40, 0)]
     assert files.settings_in([*headers, {"phase": "rl"}]) == {"iterations": 40, "lr": 0}
     assert files.settings_in(headers[2:]) == {"iterations": 0, "lr": 0}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("cold, trains, kept", [
     (None, True, ["head", "round 0", "first", "rl 0", "rl 1"]),
     (None, False, ["head", "round 0", "first", "rl 0", "rl 1", "evaluation"]),
@@ -186,7 +178,6 @@ def test_logs_are_cut_where_a_run_goes_on(tmp_path, cold, trains, kept):
     assert [line["name"] for line in files.read_lines(tmp_path / files.METRICS)[0]] == kept
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("line", [{"iteration": "3"}, {"iteration": None}, {"iteration": [1]}, {"step": {}},
                                   {"iteration": 1, "step": 2.5}, {"iteration": True}])
 def test_a_log_line_that_no_run_wrote_is_cut(tmp_path, line):
@@ -196,7 +187,6 @@ def test_a_log_line_that_no_run_wrote_is_cut(tmp_path, line):
     assert [line.get("name") for line in files.read_lines(tmp_path / files.METRICS)[0]] == ["head", "kept"]
 
 
-@pytest.mark.fast
 def test_what_killed_processes_left_is_removed_and_no_more(tmp_path):
     left = ["metrics.jsonl.12.new", "evaluation.json.7.new", "fresh-0123abcd/model.safetensors",
             "rollouts/00003.jsonl.12.new"]
@@ -211,14 +201,12 @@ def test_what_killed_processes_left_is_removed_and_no_more(tmp_path):
     assert not (tmp_path / "fresh-0123abcd").exists()
 
 
-@pytest.mark.fast
 def test_of_an_iteration_that_was_run_twice_the_later_record_counts():
     records = [{"phase": "rl", "iteration": i, "n": n} for n, i in enumerate((1, 0, 1))]
     foreign = [5, {"phase": "rl"}, {"phase": "rl", "iteration": "x"}, {"phase": "evaluation", "iteration": 5}]
     assert files.iterations_in([*records, *foreign]) == records[1:]
 
 
-@pytest.mark.fast
 def test_numbers_that_json_has_not_are_null_and_only_training_has_rewards_and_advantages(tmp_path):
     files.append(tmp_path / "x", {"a": [math.nan, math.inf, -math.inf, 1.5, "nan"]})
     assert files.read_lines(tmp_path / "x")[0] == [{"a": [None, None, None, 1.5, "nan"]}]
@@ -229,6 +217,7 @@ def test_numbers_that_json_has_not_are_null_and_only_training_has_rewards_and_ad
         (-0.04, 2.0), (None, None)]
 
 
+@pytest.mark.slow
 def test_a_truth_value_is_no_number():
     assert [files.is_number(value) for value in (True, False, 1, 0.5, "1", None)] == [
         False, False, True, True, False, False]

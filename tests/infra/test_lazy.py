@@ -26,13 +26,13 @@ def loaded_by(*arguments):
     return {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_reading_the_flags_loads_no_torch():
     code = f"import config, sys; config.parse([]); print([m for m in {HEAVY} if m in sys.modules])"
     assert python("-c", code).stdout == "[]\n"
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--algo", "gigpo"], ["--env", "alfworld"]], ids=" ".join)
 def test_help_loads_no_torch(flags):
     modules = loaded_by("gcd.py", "--help", *flags)
@@ -41,6 +41,7 @@ def test_help_loads_no_torch(flags):
     assert not [name for name in modules if name.startswith("torch.")]
 
 
+@pytest.mark.slow
 def test_a_wrong_value_loads_no_torch():
     code = ("import runpy, sys\n"
             "sys.argv = ['gcd.py', '--minibatches', '0']\n"
@@ -50,6 +51,7 @@ def test_a_wrong_value_loads_no_torch():
     assert done.stdout == "2 []\n" and done.stderr.startswith("gcd.py: error: --minibatches=0: ")
 
 
+@pytest.mark.slow
 def test_a_deferred_torch_works_when_it_is_used():
     code = ("import sys\n"
             "import config\n"
@@ -91,26 +93,22 @@ def run_in(folder, code):
     return python("-c", DEFERRED.format(root=str(ROOT)) + code, cwd=folder).stdout.splitlines()
 
 
-@pytest.mark.fast
 def test_a_module_is_executed_once_at_its_first_use(modules):
     code = "print('first use'); print(plain.value, plain.value); import plain as p; print(p.value)"
     assert run_in(modules, code) == ["absent: absent", "first use", "run plain", "7 7", "7"]
 
 
-@pytest.mark.fast
 def test_importing_a_submodule_executes_its_package(modules):
     assert run_in(modules, "from pack.inner import value; print(value, pack.inner.value)") == [
         "absent: absent", "run pack", "run inner", "8 8"]
 
 
-@pytest.mark.fast
 def test_a_module_that_fails_raises_its_own_error(modules):
     code = ("try: broken.value\n"
             "except ModuleNotFoundError as error: print(error.name)\n")
     assert run_in(modules, code) == ["absent: absent", "no_such_module"]
 
 
-@pytest.mark.fast
 def test_imports_after_the_block_are_not_deferred(modules):
     (modules / "later.py").write_text("print('run later')\n")
     assert run_in(modules, "import later; print('end')") == ["absent: absent", "run later", "end"]

@@ -92,6 +92,7 @@ def eight(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_two_nodes_of_four_ranks_reach_what_one_process_does(one, eight):
     """Losses, norms and products are rounding apart, and weights and adapters what Adam makes of that."""
     for a, b in zip(*(json.loads((out / "logged.json").read_text()) for out in (one, eight)), strict=True):
@@ -102,11 +103,13 @@ def test_two_nodes_of_four_ranks_reach_what_one_process_does(one, eight):
         torch.testing.assert_close(ours[i][0], theirs[i][0], rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_resuming_on_the_same_eight_ranks_is_exact(eight):
     assert_same_checkpoint(eight / "two", eight / "two_again")
     assert_same_checkpoint(eight / "three", eight / "three_resumed")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_eight_ranks_loads_on_two_and_on_one(eight, tmp_path):
     (tmp_path / "one").mkdir()
     (tmp_path / "two").mkdir()
@@ -119,6 +122,7 @@ def test_a_checkpoint_of_eight_ranks_loads_on_two_and_on_one(eight, tmp_path):
     assert (tmp_path / "one" / "two_again" / "model.safetensors").is_file()       # as every single process
 
 
+@pytest.mark.slow
 def test_each_rank_writes_and_reads_its_own_part_of_one_copy(eight):
     """No rank reads more of the weights than it keeps, and no tensor is written twice."""
     full = torch.load(eight / "read.pt")
@@ -137,6 +141,7 @@ def test_each_rank_writes_and_reads_its_own_part_of_one_copy(eight):
     assert elements == 2 * total // 4                                                     # Adam's two moments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part, fault", [
     *itertools.product(PARTS, ["missing", "not the file that this checkpoint was saved with"]),
     ("config.json", "missing"), ("model.safetensors.index.json", "missing")])
@@ -163,6 +168,7 @@ def test_a_part_that_is_missing_or_of_another_run_is_named_and_the_checkpoint_be
         checkpoint.check_whole(folder)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_moments_is_checked_and_kept_too(eight, tmp_path, capsys):
     """As at the end of a small model's cold start: each rank has a file of weights, and nothing else."""
     for name in ("fresh", "fresh.old"):
@@ -177,6 +183,7 @@ def test_a_checkpoint_without_moments_is_checked_and_kept_too(eight, tmp_path, c
     assert (tmp_path / "fresh" / PARTS[1]).read_bytes() == content
 
 
+@pytest.mark.slow
 def test_a_part_that_another_machine_keeps_to_itself_fails_the_save(eight, tmp_path):
     folder = shutil.copytree(eight / "three", tmp_path / "checkpoint")
     for part in PARTS:
@@ -187,6 +194,7 @@ def test_a_part_that_another_machine_keeps_to_itself_fails_the_save(eight, tmp_p
     assert {*PARTS} < {*checkpoint.files_saved(folder)}
 
 
+@pytest.mark.slow
 def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path, monkeypatch):
     """Until then it logs what one process does, for a seed as in test_train.py."""
     flags = [*start_from(start), *"--tasks 8 --group-size 2 --checkpoint-every 1 --iterations 6".split()]
@@ -225,6 +233,7 @@ def test_a_lost_node_ends_the_job_and_the_run_goes_on_with_fewer(start, tmp_path
         assert rows(folder)[:state["iteration"]] == before[:state["iteration"]]
 
 
+@pytest.mark.slow
 def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
     """Its connections stay open, as those of a machine without power do: here it is stopped. It is node 1,
     then node 0, which holds the job's store, both at once in two jobs. The ranks' beats are shorter than the
@@ -252,6 +261,7 @@ def test_a_node_that_answers_no_more_is_lost_within_a_minute(tmp_path):
             done.result()
 
 
+@pytest.mark.slow
 def test_no_run_starts_over_for_a_checkpoint_that_one_rank_alone_cannot_see(start, tmp_path):
     out, flags = tmp_path / "run", [str(flag) for flag in start_from(start)]
     assert train(out, *flags) == 0
@@ -262,11 +272,13 @@ def test_no_run_starts_over_for_a_checkpoint_that_one_rank_alone_cannot_see(star
     assert not (tmp_path / "run.old-1").exists() and len(rows(out)) == 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_left_is_not_lost(tmp_path):
     done = forked.run([RANKS, "leave", tmp_path], VARIABLES, tmp_path, ranks=2)
     assert (done.returncode, done.text) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_path):
     """Of two nodes that meet as docs/gpus.md has it, one loses its rank, or is lost for good: two jobs, both
     at once.
@@ -294,7 +306,7 @@ def test_a_job_that_torchrun_restarts_goes_on_from_its_checkpoint(start, tmp_pat
             done.result()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_each_start_of_a_job_has_a_name_of_its_own_in_the_same_store():
     """Ranks of the second start read a peer's address of the first, and could not connect."""
     store, names = torch.distributed.HashStore(), []
@@ -304,6 +316,7 @@ def test_each_start_of_a_job_has_a_name_of_its_own_in_the_same_store():
     assert [len({*of_start}) for of_start in names] == [1, 1] and names[0] != names[1]
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_connect_end_in_time_and_name_what_to_check(tmp_path):
     """Rank 1 of two never comes."""
     code = ("from infra import job; job.CONNECT_S = 1; job.setup('cpu')")
@@ -316,6 +329,7 @@ def test_ranks_that_do_not_connect_end_in_time_and_name_what_to_check(tmp_path):
     assert "NCCL_SOCKET_IFNAME=eth7" in done.stderr and "MASTER_ADDR=localhost" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_not_shared_is_named(tmp_path):
     (tmp_path / "ours").mkdir()
     (tmp_path / "theirs").mkdir()
@@ -326,7 +340,7 @@ def test_a_folder_that_is_not_shared_is_named(tmp_path):
             files.check_shared(tmp_path / "theirs", text, patience_s=1)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_copies_that_differ_between_machines_are_refused(start, tmp_path, monkeypatch):
     """Each rank reads its own rows of the weights: of different copies it would train a mixture."""
     shutil.copytree(start, tmp_path / "copy")
@@ -345,7 +359,6 @@ def test_copies_that_differ_between_machines_are_refused(start, tmp_path, monkey
         session.check_copies(given, start, given.environment.split_tasks("dev")[1:2])
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags, message", [
     ([], ""), (["--out", "elsewhere"], ""),
     (["--seed", "2"], "--seed: 0 for a, 2 for b; every rank needs the same command"),
@@ -363,7 +376,7 @@ def test_commands_that_differ_between_ranks_are_refused(flags, message, monkeypa
         session.check_command(other)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_run_compares_copies_before_it_loads_anything(start, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(session, "check_copies", lambda config, source, tasks: refuse(source, tasks))
     monkeypatch.setattr(models, "load_model", None)
@@ -376,7 +389,7 @@ def test_a_run_compares_copies_before_it_loads_anything(start, tmp_path, monkeyp
     assert_one_error(capsys, "copies")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("module, name", [(session, "check_command"), (session, "check_tasks"),
                                           (files, "check_shared")])
 def test_a_run_is_checked_before_it_loads_anything(start, tmp_path, monkeypatch, capsys, module, name):
@@ -390,7 +403,6 @@ def test_a_run_is_checked_before_it_loads_anything(start, tmp_path, monkeypatch,
     assert_one_error(capsys, name)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("tasks, ranks, message", [
     (16, 32, "--tasks=16: fewer than the 32 ranks, each of which plays whole groups: --tasks 32 --group-size "
      "4, for as many episodes; or start 16 ranks (torchrun --nnodes times --nproc-per-node)"),
@@ -405,7 +417,6 @@ def test_tasks_that_cannot_be_shared_are_refused_with_what_to_set(tasks, ranks, 
     session.check_tasks(config.parse([f"--tasks={tasks}", "--iterations=0"]), ranks)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("sizes, ranks, message", [
     ([4, 4, 2, 2], [0, 1, 0, 1], "LOCAL_WORLD_SIZE is"), ([2, 2, 2, 2], [0, 0, 1, 1], "RANK does not count")])
 def test_machines_that_differ_or_are_not_in_order_are_refused(monkeypatch, sizes, ranks, message):

@@ -382,6 +382,7 @@ def assert_same_checkpoint(a, b, **tolerance):
     torch.testing.assert_close(state_a, state_b, **tolerance)
 
 
+@pytest.mark.slow
 def test_one_rank_is_plain_autograd(one):
     model = new_model()
     nll_sum(model, sequences(1001)).div(88).backward()
@@ -399,16 +400,19 @@ def test_one_rank_is_plain_autograd(one):
     assert logged == pytest.approx(expected, rel=1e-5, abs=1e-7)    # the product is near 0
 
 
+@pytest.mark.slow
 def test_two_ranks_log_what_one_does(one, two):
     for a, b in zip(*(json.loads((out / "logged.json").read_text()) for out in (one, two)), strict=True):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-7)    # the gradients become almost orthogonal
 
 
+@pytest.mark.slow
 def test_two_ranks_reach_the_weights_and_moments_of_one(one, two):
     # Adam divides by the root of the second moment: it amplifies the rounding of tiny gradients
     assert_same_checkpoint(one / "three", two / "three", rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_muon_takes_the_same_steps_on_two_ranks(one, two):
     """Muon computes in bf16: a step is at most 1e-3 * .2 * sqrt(96), and each rounding 2^-8 of it."""
     weights = [torch.load(out / "muon.pt") for out in (one, two)]
@@ -416,6 +420,7 @@ def test_muon_takes_the_same_steps_on_two_ranks(one, two):
     assert max((new_model().state_dict()[name] - w).abs().max() for name, w in weights[1].items()) > 1e-3
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_and_merged_on_two_ranks_as_on_one(one, two):
     """Muon's tolerance is that of the test above, of the adapters alone: a product of two has another. Frozen
     weights are the same bits everywhere.
@@ -438,23 +443,27 @@ def test_adapters_are_trained_and_merged_on_two_ranks_as_on_one(one, two):
     assert (ours[2][0][ADAPTER] - ours[1][0][ADAPTER]).abs().max() > 1e-2
 
 
+@pytest.mark.slow
 def test_unequal_numbers_of_forwards_of_an_unsharded_copy_have_the_same_weights(one, two):
     """If they hung, `two` would fail by its time limit."""
     logits = [torch.load(out / "logits.pt") for out in (one, two)]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_rank_loads_on_two(one, two):
     assert_same_checkpoint(one / "two", two / "two_again")
     assert_same_checkpoint(one / "three", two / "three_resumed", rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_two_ranks_loads_on_one(two, tmp_path):
     resume(SINGLE, two, tmp_path)
     assert_same_checkpoint(two / "two", tmp_path / "two_again")
     assert_same_checkpoint(two / "three", tmp_path / "three_resumed", rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_reductions_and_errors_over_two_ranks(two):
     saw = [json.loads((two / f"saw{rank}.json").read_text()) for rank in (0, 1)]
     assert [s.pop("stream") for s in saw] == [streams.stream(7, 0), streams.stream(7, 1)]
@@ -465,7 +474,7 @@ def test_reductions_and_errors_over_two_ranks(two):
                                 "tensor": [2.0, 1.0], "max": -4, "any": True, "none": False, "path": "rank 0"}
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_resuming_at_the_same_number_of_ranks_is_exact(one, tmp_path):
     resume(SINGLE, one, tmp_path)
     assert_same_checkpoint(one / "two", tmp_path / "two_again")
@@ -478,6 +487,7 @@ def critic_of(folder):
     return dict(critic["weights"]), critic["optimizer"]["state"]
 
 
+@pytest.mark.slow
 def test_two_ranks_with_value_heads_log_what_one_does(one, two):
     """Classifier, critic, NTHR; rank 1 has at most one judged turn, and no group with unequal rewards."""
     single, double = (json.loads((out / "headed.json").read_text()) for out in (one, two))
@@ -488,12 +498,14 @@ def test_two_ranks_with_value_heads_log_what_one_does(one, two):
     assert [row["judge/tokens"] for row in single] == [0, 10, 10, 10, 10]
 
 
+@pytest.mark.slow
 def test_two_ranks_reach_the_critic_of_one(one, two):
     done = [out / "headed_three" for out in (one, two)]
     torch.testing.assert_close(*map(critic_of, done), rtol=1e-4, atol=2e-5)
     torch.testing.assert_close(*map(weights_of, done), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("out", ["one", "two"])
 def test_resuming_with_a_critic_is_exact(out, request):
     """Bit for bit. A value head before its first judged turn and the critic's lm_head have no moments."""
@@ -509,7 +521,7 @@ def test_resuming_with_a_critic_is_exact(out, request):
     assert "value_head.weight" in trainer_of(done)[0] and "lm_head.weight" not in critic_of(done)[1]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_missing_or_different_critic_is_named(one):
     plain, headed = (with_optimizer(new_model(0, shape), SINGLE) for shape in (SHAPE, HEADED))
     with pytest.raises(ValueError, match="trainer.pt: no critic: saved by a run without one"):
@@ -519,7 +531,7 @@ def test_a_missing_or_different_critic_is_named(one):
     assert checkpoint.load_trainer(one / "headed_one", *headed) == {"step": 1}    # not loading it is allowed
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_saving_before_the_first_step_does_not_count_as_one(tmp_path):
     """torch's own saving takes a step on zeros, and then AdamW's first real step is only 0.74 as large."""
     straight, saved, loaded = (with_optimizer(new_model(), SINGLE) for _ in range(3))
@@ -532,7 +544,6 @@ def test_saving_before_the_first_step_does_not_count_as_one(tmp_path):
         assert torch.equal(weight, weights[1][name]) and torch.equal(weight, weights[2][name]), name
 
 
-@pytest.mark.fast
 def test_damaged_weights_of_one_rank_are_named(tmp_path):
     """They would load as other weights."""
     folder = tmp_path / "saved"
@@ -546,7 +557,6 @@ def test_damaged_weights_of_one_rank_are_named(tmp_path):
         checkpoint.check_whole(folder)
 
 
-@pytest.mark.fast
 def test_a_fingerprint_tells_files_of_other_lengths_and_of_other_last_blocks_apart(tmp_path, monkeypatch):
     """Also of a file that is larger than what is read of it."""
     monkeypatch.setattr(checkpoint, "BLOCKS", 4)
@@ -560,7 +570,6 @@ def test_a_fingerprint_tells_files_of_other_lengths_and_of_other_last_blocks_apa
     assert len({fingerprint(content) for content in contents}) == len(contents)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("missing", ["model.safetensors", checkpoint.TRAINER_FILE])
 def test_a_broken_checkpoint_takes_the_place_of_an_earlier_broken_one(tmp_path, missing):
     """And a new one whose save was cut short goes, which could be taken for complete."""
@@ -577,12 +586,13 @@ def test_a_broken_checkpoint_takes_the_place_of_an_earlier_broken_one(tmp_path, 
     assert not (tmp_path / "checkpoint.writing").exists()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_an_optimizer_of_another_model_is_named(one):
     with pytest.raises(ValueError, match="no optimizer state for lm_head.weight: saved from another model"):
         checkpoint.load_trainer(one / "two", *with_optimizer(new_model(0, HEADED), SINGLE))
 
 
+@pytest.mark.slow
 def test_bf16_keeps_fp32_masters_on_one_rank():
     """A step of 1e-4 is lost in bf16 weights of size 1, not in fp32 ones."""
     try:
@@ -608,7 +618,6 @@ def test_bf16_keeps_fp32_masters_on_one_rank():
         job.shutdown()
 
 
-@pytest.mark.fast
 def test_onloaded_moves_a_model_and_all_of_its_optimizer_state():
     """To the meta device, which stores no values, so moving back raises an error."""
     model, used = new_model(), new_model().to("meta")
@@ -622,7 +631,7 @@ def test_onloaded_moves_a_model_and_all_of_its_optimizer_state():
     assert {tensor.device.type for tensor in (*moments, *model.parameters())} == {"meta"}
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_an_error_in_a_block_of_onloaded_is_the_one_that_is_raised():
     """FSDP cannot move a model whose forward broke off with gathered weights."""
     try:
@@ -634,6 +643,7 @@ def test_an_error_in_a_block_of_onloaded_is_the_one_that_is_raised():
         job.shutdown()
 
 
+@pytest.mark.slow
 def test_a_sharded_model_can_be_trained_after_it_was_moved():
     """By a change of dtype and back, which FSDP handles like a change of device."""
     try:
@@ -661,7 +671,7 @@ def nudge(model, optimizer):
     optimizer.zero_grad()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", ["save_model", "extra_files", "rename"])
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, failing):
     model = new_model()
@@ -687,14 +697,12 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch, failing)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]    # no leftovers
 
 
-@pytest.mark.fast
 def test_a_failed_first_save_leaves_nothing_on_the_full_disk(tmp_path):
     with pytest.raises(OSError, match="first not saved.*No space left"):
         checkpoint.replace(tmp_path / "first", lambda new: full_disk(None, new))
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.fast
 def test_an_error_of_torchs_distributed_checkpoint_is_an_os_error_of_the_first_rank(tmp_path):
     with pytest.raises(OSError, match=r"parts: rank 1: OSError: .*No space left"):
         with checkpoint.one_error(tmp_path / "parts"):
@@ -702,7 +710,6 @@ def test_an_error_of_torchs_distributed_checkpoint_is_an_os_error_of_the_first_r
             raise dcp.CheckpointException("save", {3: (ValueError("other"), None), 1: (error, None)})
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("renames, error", [
     (0, KeyboardInterrupt), (1, KeyboardInterrupt), (2, KeyboardInterrupt), (1, OSError)])
 def test_a_crash_between_the_renames_loses_nothing(tmp_path, monkeypatch, renames, error):
@@ -729,7 +736,6 @@ def test_a_crash_between_the_renames_loses_nothing(tmp_path, monkeypatch, rename
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-@pytest.mark.fast
 def test_a_save_that_was_cut_short_does_not_take_the_place_of_the_old_checkpoint(tmp_path):
     for name, file in (("checkpoint.old", checkpoint.TRAINER_FILE), ("checkpoint.writing", "config.json")):
         (tmp_path / name).mkdir()
@@ -738,7 +744,6 @@ def test_a_save_that_was_cut_short_does_not_take_the_place_of_the_old_checkpoint
     assert (folder / checkpoint.TRAINER_FILE).read_text() == "checkpoint.old"
 
 
-@pytest.mark.fast
 def test_all_that_was_written_is_synced_before_its_folder_is_renamed(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(checkpoint, "sync", lambda *paths: synced.append({path.name for path in paths}))
@@ -751,7 +756,6 @@ def test_all_that_was_written_is_synced_before_its_folder_is_renamed(tmp_path, m
     assert synced == [{"part", "trainer", "checkpoint.writing"}, {tmp_path.name}]
 
 
-@pytest.mark.fast
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_prevent_a_save(tmp_path, monkeypatch):
     """NFS keeps a file in it that another process has open."""
     folder, remove = tmp_path / "checkpoint", shutil.rmtree
@@ -765,7 +769,6 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_prevent_a_save(tmp_pa
     assert sorted(path.read_text() for path in tmp_path.glob("checkpoint.old*/file")) == ["one", "two"]
 
 
-@pytest.mark.fast
 def test_saving_never_deletes_what_is_not_a_checkpoint(tmp_path):
     (tmp_path / "thesis.tex").write_text("years")
     model = new_model()
@@ -775,7 +778,6 @@ def test_saving_never_deletes_what_is_not_a_checkpoint(tmp_path):
     assert (tmp_path / "thesis.tex").read_text() == "years"
 
 
-@pytest.mark.fast
 def test_loading_a_folder_that_is_not_a_checkpoint_names_it(tmp_path):
     model = new_model()
     assert checkpoint.find_checkpoint(tmp_path / "absent") is None
@@ -795,7 +797,7 @@ def test_loading_a_folder_that_is_not_a_checkpoint_names_it(tmp_path):
         assert bool(error) == bool(checkpoint.what_is_wrong(tmp_path))
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("name, value", [("weight_decay", None), ("betas", None), ("betas", (0.9,)),
                                          ("betas", (0.9, "x")), ("lr", "x"), ("lr", [1.0]), ("eps", {})])
 def test_a_setting_of_an_optimizer_that_no_run_saved_is_named(tmp_path, name, value):
@@ -809,7 +811,6 @@ def test_a_setting_of_an_optimizer_that_no_run_saved_is_named(tmp_path, name, va
         checkpoint.load_trainer(tmp_path / "checkpoint", model, new_optimizer(model))
 
 
-@pytest.mark.fast
 def test_a_parameter_without_gradient_counts_as_zero():
     model = torch.nn.ParameterList([torch.zeros(2), torch.zeros(1), torch.zeros(1)])
     a, b = [torch.tensor([3.0, 4.0]), None, None], [torch.tensor([1.0, 2.0]), torch.tensor([5.0]), None]

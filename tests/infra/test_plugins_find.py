@@ -14,7 +14,6 @@ import pytest
 
 from infra import plugins
 
-pytestmark = pytest.mark.fast
 BASE = '''"""The package."""
 
 

@@ -13,8 +13,6 @@ from envs._terminal import printed
 from infra import progress as module
 from infra.progress import progress
 
-pytestmark = pytest.mark.fast
-
 
 class Clock:
     """A stand-in for the time module whose clock the test sets."""

@@ -68,7 +68,6 @@ def measured(row):
     return {name: value for name, value in row.items() if "/" in name and value is not None}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_log_that_is_not_installed_is_one_line_before_any_work(tmp_path, capsys, monkeypatch, name):
     monkeypatch.setattr(config.importlib.util, "find_spec", lambda wanted: None)
@@ -79,6 +78,7 @@ def test_a_log_that_is_not_installed_is_one_line_before_any_work(tmp_path, capsy
     assert error == f"gcd.py: error: --log={name}: not installed; pip install {name}; see --help\n"
 
 
+@pytest.mark.slow
 def test_wandb_gets_each_iterations_metrics_and_a_resumed_run_is_the_same_one(start, tmp_path, wandb):
     out = tmp_path / "out"
     assert train(out, *start, "--log", "wandb", "--iterations", 1, lr_decay=False) == 0
@@ -94,12 +94,14 @@ def test_wandb_gets_each_iterations_metrics_and_a_resumed_run_is_the_same_one(st
     assert again["id"] == options["id"] and finish == ["finish"]
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_opened_is_one_line(start, tmp_path, capsys, wandb, monkeypatch):
     monkeypatch.setenv("NO_KEY", "1")
     assert train(tmp_path / "out", *start, "--log", "wandb") == 1
     assert_one_error(capsys, "--log=wandb: RuntimeError: api_key not configured")
 
 
+@pytest.mark.slow
 def test_a_log_that_fails_later_is_one_line_and_the_run_goes_on(start, tmp_path, capsys, wandb, monkeypatch):
     monkeypatch.setenv("NO_NETWORK", "1")
     assert train(tmp_path / "out", *start, "--log", "wandb", "--iterations", 2) == 0
@@ -109,6 +111,7 @@ def test_a_log_that_fails_later_is_one_line_and_the_run_goes_on(start, tmp_path,
     assert len(rows(tmp_path / "out")) == 2
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_each_iterations_metrics(start, tmp_path, monkeypatch):
     calls = []
 
@@ -134,6 +137,7 @@ def test_tensorboard_gets_each_iterations_metrics(start, tmp_path, monkeypatch):
     assert scalars == want
 
 
+@pytest.mark.slow
 def test_tensorboards_files_hold_the_metrics(start, tmp_path):
     pytest.importorskip("tensorboard", reason="needs tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

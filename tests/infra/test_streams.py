@@ -13,7 +13,6 @@ import torch
 
 from infra import streams
 
-pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parents[2]
 PURPOSES = {name: number for name, number in vars(streams).items()
             if name.isupper() and isinstance(number, int) and name != "MASK64"}

@@ -21,7 +21,6 @@ def result_of(rows, differences):
                             for name, values in differences.items()}}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("values, sign", [((0.05, 0.06, 0.07), 1), ((-0.05, -0.06, -0.07), -1),
                                           ((-0.1, 0.1, 0.05), 0), ((0.1,), None), ((), None)])
 def test_a_difference_has_a_sign_only_if_its_interval_excludes_0(values, sign):
@@ -29,7 +28,6 @@ def test_a_difference_has_a_sign_only_if_its_interval_excludes_0(values, sign):
     assert sign_of(None) is None
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("first, second, agrees", [
     ((0.05, 0.06, 0.07), (0.05, 0.06, 0.07), "yes"), ((0.05, 0.06, 0.07), (-0.1, 0.1, 0), "partly"),
     ((-0.1, 0.1, 0), (-0.05, -0.06, -0.07), "no"), ((-0.1, 0.1, 0), (-0.1, 0.1, 0), "not measurable"),
@@ -42,7 +40,6 @@ def test_agreement_needs_every_sign(first, second, agrees):
     assert missing["agrees"] == "not measurable" and "d - b: –" in missing["found"]
 
 
-@pytest.mark.fast
 def test_the_full_method_is_compared_with_plain_grpo():
     package, plain = "judge+gcd - plain+grpo", "plain+gcd - plain+grpo"
     result = result_of({}, {package: (-0.05, -0.06, -0.07), plain: (0, 0, 0)})
@@ -54,7 +51,6 @@ def test_the_full_method_is_compared_with_plain_grpo():
     assert ablation.package(result_of({}, {})) == ""
 
 
-@pytest.mark.fast
 def test_every_comparison_and_every_bar_is_in_the_config():
     config = read_config(ablation.CONFIG)
     compared = {f"{a} - {b}" for _, _, pairs in ablation.CLAIMS for a, b, _ in pairs}
@@ -65,6 +61,7 @@ def test_every_comparison_and_every_bar_is_in_the_config():
     assert len(cells_of(admissible)) == 5 * 4 and "--admissible-only" in admissible["common"]
 
 
+@pytest.mark.slow
 def test_the_study_plots_existing_rows_and_names_missing_files(tmp_path, capsys):
     config = tmp_path / "table.json"
     flags = ["--config", str(config), "--out", str(tmp_path / "out")]

@@ -30,12 +30,12 @@ THEN = [
     ({"algo": "rlvmr", "variant": "code"}, ["--algo", "rlvmr"], {"variant": ["code", "paper"]})]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("then, flags, differ", THEN)
 def test_settings_of_an_older_run_are_translated_to_current_flags(then, flags, differ):
     assert cells.differences_of(then, cell_of(*flags)) == differ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(study.RESULTS.glob("table1_*_result.json")), ids=lambda p: p.name)
 def test_every_committed_cell_matches_its_config(path, monkeypatch, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")                # a language model's; without its package
@@ -44,7 +44,7 @@ def test_every_committed_cell_matches_its_config(path, monkeypatch, tmp_path):
     cells.check_results(study.cells_of(config))
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_results_of_other_settings_are_refused(bench, capsys):
     bench.main("--rows", "grpo", "--seeds", "0")
     bench.write(CONFIG | {"common": ["--preset", "small", "--lr", "1e-3", "--iterations", "12"]})
@@ -56,6 +56,7 @@ def test_results_of_other_settings_are_refused(bench, capsys):
     assert len(bench.calls()) == 2
 
 
+@pytest.mark.slow
 def test_results_on_other_games_are_refused(bench, capsys):
     """The path of the games may differ, the games may not."""
     bench.main("--rows", "grpo")
@@ -70,6 +71,7 @@ def test_results_on_other_games_are_refused(bench, capsys):
     assert "seed1.json: its games of L2 differ from those of" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_results_from_other_cold_starts_are_refused(bench, capsys):
     """Each seed has its own."""
     bench.main()
@@ -86,7 +88,7 @@ def test_results_from_other_cold_starts_are_refused(bench, capsys):
 
 # Stored results
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_result_holds_settings_and_measurements_but_no_path(bench):
     bench.main("--rows", "grpo+gcd", "--seeds", "0")
     saved = (bench.folder / "lab/results/cells/household/grpo+gcd/seed0.json").read_text()
@@ -98,7 +100,6 @@ def test_a_result_holds_settings_and_measurements_but_no_path(bench):
     assert set(cell["evaluation"]["L0"]) == {"sampled", "greedy", "t0.4"}
 
 
-@pytest.mark.fast
 def test_an_iteration_logged_twice_counts_once_with_its_second_record(tmp_path):
     head = {"config": {"out": "/somewhere", "lr": 1.0}, "versions": {}, "commit": "a"}
     rl = {"phase": "rl"}

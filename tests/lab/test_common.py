@@ -31,6 +31,7 @@ def fail_once_others_run(name, settings):
     raise ArithmeticError(name)
 
 
+@pytest.mark.slow
 def test_a_study_that_is_killed_leaves_no_worker(tmp_path):
     program = ("from lab.studies import common\nimport waiting\n"
                f"cells = {{name: {{'folder': {str(tmp_path)!r}}} for name in 'abc'}}\n"
@@ -57,6 +58,7 @@ def forked_workers(monkeypatch):
     monkeypatch.setattr(common.multiprocessing, "get_context", lambda method: forks)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_a_study_hears_sigterm_but_no_sighup_that_nohup_ignores():
     with Stop.restored():
@@ -68,6 +70,7 @@ def test_a_study_hears_sigterm_but_no_sighup_that_nohup_ignores():
         assert {first, *found} == {("a", "a"), ("b", "b")}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("forked_workers")
 def test_a_cell_that_fails_ends_the_others(tmp_path):
     cells = {name: {"folder": str(tmp_path)} for name in "ab"}
@@ -77,7 +80,6 @@ def test_a_cell_that_fails_ends_the_others(tmp_path):
     assert time.monotonic() - began < 300
 
 
-@pytest.mark.fast
 def test_a_cold_start_is_made_once_and_again_with_other_settings(tmp_path, monkeypatch):
     made, flags, out = [], ["--env", "lab/envs/twins.py", "--seed", 3, "--overwrite"], tmp_path / "cold"
     monkeypatch.setattr(common, "train", lambda given, folder: made.append(given))

@@ -53,7 +53,6 @@ def tied(model):
 
 # Equation 2
 
-@pytest.mark.fast
 @pytest.mark.parametrize("make", [lambda model: model, tied])
 def test_equation_2_is_the_inner_product_of_output_layer_gradients(model, make):
     """With tied weights: the gradient through the output projection only."""
@@ -77,7 +76,6 @@ def test_equation_2_is_the_inner_product_of_output_layer_gradients(model, make):
                                atol=1e-4 * largest, rtol=1e-3)
 
 
-@pytest.mark.fast
 def test_equation_2_of_two_tokens_by_hand():
     """Turn a: g = (1/2, -1/2), h = (1, 2). Turn b: the same g, h = (3, 0), and g = (-1, 1), h = (0, 1)."""
     a = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.5, -0.5]])
@@ -91,7 +89,7 @@ def test_equation_2_of_two_tokens_by_hand():
 
 # A gradient step
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_small_step_moves_others_by_the_inner_product_of_gradients(model):
     samples = [turn.sample for turn in make_turns(5)]
     change_SS, nonlinearity = influence.step_effects(model, samples, step_nats=1e-5)
@@ -106,7 +104,6 @@ def test_a_small_step_moves_others_by_the_inner_product_of_gradients(model):
     assert larger / smaller == pytest.approx(2, rel=0.1)              # the remainder is of second order
 
 
-@pytest.mark.fast
 def test_the_model_is_restored(model):
     before = {name: p.clone() for name, p in model.named_parameters()}
     influence.step_effects(model, [turn.sample for turn in make_turns(3)])
@@ -114,7 +111,7 @@ def test_the_model_is_restored(model):
                for name, p in model.named_parameters())
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_heat_map_compares_commands_over_tasks(model):
     turns = make_turns(12)
     found = influence.heat(model, turns, 0)
@@ -134,7 +131,6 @@ def test_the_heat_map_compares_commands_over_tasks(model):
 
 # Shares and classes
 
-@pytest.mark.fast
 def test_kinds_of_tokens(chat):
     def kinds(text):
         return influence.token_kinds(chat, chat.tokenizer.encode(text), {"cabinet", "countertop"})
@@ -157,7 +153,6 @@ def test_kinds_of_tokens(chat):
         "verb", "verb", "receptacle", "receptacle", "number", "number", "number", "link", "stop"]
 
 
-@pytest.mark.fast
 def test_turns_that_share_a_prefix_in_a_forward_pass_are_read_as_if_alone(model):
     """Three turns of one episode in one forward pass, and each in its own."""
     ids = make_sample(random.Random(4), n=40).ids
@@ -170,7 +165,6 @@ def test_turns_that_share_a_prefix_in_a_forward_pass_are_read_as_if_alone(model)
         torch.testing.assert_close(error_NV, other_NV, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.fast
 def test_shares_of_tokens_sum_to_one_and_exclude_the_same_task(model):
     turns = make_turns(8)
     for turn in turns:
@@ -181,7 +175,6 @@ def test_shares_of_tokens_sum_to_one_and_exclude_the_same_task(model):
     assert influence.influence_by_kind(model, [turns[0], turns[0]], 64, 0) is None
 
 
-@pytest.mark.fast
 def test_classes_are_balanced_and_refusals_are_a_class_of_their_own():
     turns = make_turns(20)
     for turn in turns[:12]:
@@ -192,7 +185,6 @@ def test_classes_are_balanced_and_refusals_are_a_class_of_their_own():
     assert all(turn.label == label for label, members in found.items() for turn in members)
 
 
-@pytest.mark.fast
 def test_the_gap_by_hand(model, monkeypatch):
     """One token per turn, all g = 1: influence is <h, h'>. Good (1, 0), (2, 0), bad (0, 1), (1, 1)."""
     hidden = {"good": [(1.0, 0.0), (2.0, 0.0)], "bad": [(0.0, 1.0), (1.0, 1.0)]}
@@ -206,7 +198,6 @@ def test_the_gap_by_hand(model, monkeypatch):
     assert found["gap of cosines"] == pytest.approx((1 + 0.5**0.5) / 2 - (0 + 0.5**0.5) / 2)
 
 
-@pytest.mark.fast
 def test_an_empty_class_is_not_measurable(model):
     turns = make_turns(4)
     classes = influence.by_class([turn for turn in turns if turn.label == "good"], 5, 0)
@@ -215,7 +206,6 @@ def test_an_empty_class_is_not_measurable(model):
     assert coupling.verdict([]) == "not measurable"
 
 
-@pytest.mark.fast
 def test_verdicts():
     assert [coupling.verdict(tests) for tests in ([True], [True, False], [False])] == ["yes", "partly", "no"]
     assert coupling.with_half({"mean": 0.25, "half": None}, "+.2g") == "+0.25"
@@ -240,7 +230,6 @@ def judged_batch(seed=5):
 OBJECTIVE = update.Objective(microbatch_tokens=64)
 
 
-@pytest.mark.fast
 def test_gradients_are_those_of_an_update_before_weight_and_clipping(model):
     """Against the comparison of the two gradients in a step of the run. No parameter changes."""
     samples, before = judged_batch(), [p.clone() for p in model.parameters()]
@@ -255,7 +244,6 @@ def test_gradients_are_those_of_an_update_before_weight_and_clipping(model):
     assert torch.equal(alone["policy"], policy_X) and not alone["judge"].any()
 
 
-@pytest.mark.fast
 def test_a_value_heads_own_parameters_are_left_out(model):
     """Against autograd on each turn alone."""
     torch.manual_seed(0)
@@ -283,7 +271,6 @@ def slow_cosine(a, b):
     return float((a * b).sum() / (a.norm() * b.norm()))
 
 
-@pytest.mark.fast
 def test_products_are_means_over_pairs_of_batches():
     """Against a loop over the pairs."""
     torch.manual_seed(0)
@@ -303,7 +290,6 @@ def test_products_are_means_over_pairs_of_batches():
     assert empty["policy"] == found["policy"]
 
 
-@pytest.mark.fast
 def test_a_kept_model_is_loaded_whatever_its_training_began_with(tmp_path):
     first = ROOT / "lab" / "results" / "alfworld_model"
     folder = shutil.copytree(first, tmp_path / "kept")
@@ -314,7 +300,6 @@ def test_a_kept_model_is_loaded_whatever_its_training_began_with(tmp_path):
     assert torch.equal(actor.model.state_dict()[name], 2 * weights[name].float())
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("alignment", [1, 0, -1])
 def test_the_cosine_of_expected_gradients_is_found_in_noise(alignment):
     """Of gradients of which a batch has nine parts noise: equal ones in expectation, orthogonal, opposite.
@@ -337,7 +322,6 @@ def test_the_cosine_of_expected_gradients_is_found_in_noise(alignment):
     assert conflict.cosine({0: [{"policy": 0.1, "judge": None, "between": None}]}) is None
 
 
-@pytest.mark.fast
 def test_equal_expected_gradients_have_a_cosine_of_1_however_noise_differs_between_stages():
     points = {seed: [{"policy": policy, "judge": judge, "between": (policy * judge) ** 0.5}
                      for policy, judge in ((0.04, 0.6), (0.02, 0.1), (0.015, 0.001))] for seed in range(3)}
@@ -353,7 +337,6 @@ def test_equal_expected_gradients_have_a_cosine_of_1_however_noise_differs_betwe
     assert conflict.cosine(points)["seeds"] == pytest.approx(dict(enumerate(values)))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("cosine, other, spread, agrees", [
     (-0.3, 0.1, 0.02, "yes"), (-0.3, -0.3, 0.02, "partly"), (0.2, 0.1, 0.02, "no"), (-0.01, 0.1, 0.02, "no"),
     (-0.1, 0.1, 0.3, "not measurable"), (-0.3, 0.1, -1, "not measurable")])
@@ -376,14 +359,12 @@ def test_a_conflict_is_a_cosine_below_0_beyond_its_interval(cosine, other, sprea
     assert coupling.figure_10b(coupling.Results(cells, [0, 1, 2]))["agrees"] == "not measurable"
 
 
-@pytest.mark.fast
 def test_an_estimate_is_over_seeds_or_over_one_seeds_values():
     assert coupling.estimate({0: [1.0, 3.0, None]}) == {"mean": 2.0, "half": 2.0, "seeds": {0: 2.0}}
     assert coupling.estimate({0: [1.0, 3.0], 1: [4.0], 2: [None]}) == coupling.interval({0: 2.0, 1: 4.0})
     assert coupling.estimate({0: [], 1: [None]}) is None
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("strings, seeds, agrees", [
     (0.1, 3, "partly"), (0.3, 3, "no"), (0.1, 1, "not measurable")])
 def test_strings_can_show_figure_3a_in_part_only(strings, seeds, agrees):
@@ -398,7 +379,6 @@ def test_strings_can_show_figure_3a_in_part_only(strings, seeds, agrees):
     assert coupling.figure_3a(coupling.Results(cells, [*range(seeds)]))["agrees"] == "not measurable"
 
 
-@pytest.mark.fast
 def test_figure_8_needs_an_interval_over_seeds():
     """Late is the last third: the last two of six kept models."""
     def cell(late):
@@ -460,6 +440,7 @@ def interrupt(run, settings):
     raise KeyboardInterrupt
 
 
+@pytest.mark.slow
 def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     """With real games that are missing; and asked again when all is stored."""
     flags = ("--environments", "household,twins,alfworld", "--games", "nowhere.gz", "--arms",
@@ -510,6 +491,7 @@ def cells_of(study):
             for record in files.read_lines(study.folder / "out" / "coupling.jsonl")[0]}
 
 
+@pytest.mark.slow
 def test_strings_are_measured_for_similarity_only(study):
     small = "--hidden-size 32 --layers 2 --demonstrations 100"
     status, found, _ = study("--environments", "strings", "--flags", small)
@@ -519,7 +501,6 @@ def test_strings_are_measured_for_similarity_only(study):
     assert {figure["paper"]: figure["agrees"] for figure in found["figures"]}["Figure 3a"] == "not measurable"
 
 
-@pytest.mark.fast
 def test_invalid_flags_are_reported(capsys):
     for flags, message in (("--environments mars", "--environments=mars: expected some of household"),
                            ("--seeds a", "--seeds=a: expected numbers"), ("--turns 1", "--turns=1: expected"),
@@ -529,7 +510,6 @@ def test_invalid_flags_are_reported(capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.fast
 def test_runs_share_their_cold_start_and_name_a_missing_model(tmp_path):
     found = runs.runs_of("household", ["grpo", "grpo+value"], [1], iterations=10, root=tmp_path)
     assert [*found] == [("cold_start", 1), ("cold_start_value", 1), ("grpo", 1), ("grpo+value", 1)]
@@ -548,6 +528,7 @@ def test_runs_share_their_cold_start_and_name_a_missing_model(tmp_path):
             runs.runs_of(environment, arms, [0])
 
 
+@pytest.mark.slow
 def test_runs_are_made_once_and_store_no_evaluation(tmp_path):
     flags = [*TINY.split(), "--demonstrations", "20", "--judge-demonstrations", "0"]
     made = runs.runs_of("twins", ["cold_start"], [0], flags, root=tmp_path)

@@ -27,7 +27,6 @@ def result(*q_N, auc=(), probe=(0.5, 1.0)):
     return {"path": path, "auc": list(auc)}
 
 
-@pytest.mark.fast
 def test_the_arms_are_those_of_the_design():
     """GRPO after five kinds of questions, two more arms after coins, and the recipe, each with and without a
     KL, tied and untied; nine of the last seeds, 22 of the decisive ones and 22 of the latest alone; six
@@ -62,7 +61,6 @@ def test_the_arms_are_those_of_the_design():
     assert all(cures.QUESTIONS[arm["questions"]] and cures.ARMS[arm["arm"]] for arm in cures.arms())
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind, expected", [("signs", ["good", "good", "bad", "bad"]),
                                             ("parity", ["good", "bad", "good", "bad"])])
 def test_questions_on_the_sign_and_its_parity_do_not_depend_on_the_command(kind, expected):
@@ -74,7 +72,6 @@ def test_questions_on_the_sign_and_its_parity_do_not_depend_on_the_command(kind,
         assert found == expected
 
 
-@pytest.mark.fast
 def test_the_numbers_of_an_arm_by_hand():
     aucs = [0.5] * 10 + [1.0] * 12
     row = cures.arm_row({0: result(0.2, 0.95, 0.4, auc=aucs), 1: result(0.2, 0.3, 0.92, auc=[0.5] * 22)})
@@ -87,7 +84,6 @@ def test_the_numbers_of_an_arm_by_hand():
     assert cures.last_quarter([1, 2, 3, 4, 5, 6, 7, 8]) == [7, 8]
 
 
-@pytest.mark.fast
 def test_runs_are_foretold_within_their_arm_and_where_the_flaw_is_alive(monkeypatch):
     """The cosine is the same in all here, and the leak .4 / (1 - q_N): larger where the flaw is likelier."""
     monkeypatch.setattr(cures, "ALIVE", (10, 20, 50))
@@ -100,7 +96,6 @@ def test_runs_are_foretold_within_their_arm_and_where_the_flaw_is_alive(monkeypa
     assert found[20]["q_N"] is None
 
 
-@pytest.mark.fast
 def test_the_interval_of_an_auc_is_over_seeds():
     """Ten seeds that win against one more; of one of them this is not so, whether drawn once or often."""
     pairs = [(seed, 10, -1.0 if seed else 1.0) for seed in range(10)]
@@ -109,7 +104,6 @@ def test_the_interval_of_an_auc_is_over_seeds():
     assert cures.auc_of(pairs * 100) == pytest.approx([share, low, high])   # nothing new
 
 
-@pytest.mark.fast
 def test_runs_in_common_are_those_that_both_arms_have():
     names = [cures.name_of(cures.settings_of(kind, "GRPO", 0.0, "tied")) for kind in ("sign", "judge")]
     table = dict(zip(names, ({0: result(0.2, 0.1), 1: result(0.2, 0.9), 2: result(0.2, 0.1)},
@@ -118,7 +112,6 @@ def test_runs_in_common_are_those_that_both_arms_have():
     assert cures.in_common({}, ("sign", "GRPO"), ("judge", "GRPO")) == [0, 0, 0]
 
 
-@pytest.mark.fast
 def test_lags_and_held_runs_are_compared_like_for_like():
     right, never = [0.5] * 10 + [1.0] * 12, [0.5] * 22            # right from 19 on
     gcd_runs = {0: result(0.2, 0.95, 0.4, auc=right), 1: result(0.2, 0.95, 0.9, auc=right),
@@ -130,14 +123,12 @@ def test_lags_and_held_runs_are_compared_like_for_like():
     assert cures.waiting(table, 0.0) == [1, 2, 2] and cures.waiting(table, 0.01) == [0, 0, 0]
 
 
-@pytest.mark.fast
 def test_arms_are_unsettled_if_their_first_seeds_do_not_agree():
     table = {"a": {0: result(0.9, 0.1), 1: result(0.9, 0.9), 2: result(0.9, 0.9)},
              "b": {0: result(0.9, 0.1), 1: result(0.9, 0.1), 2: result(0.9, 0.1), 3: result(0.9, 0.9)}}
     assert cures.unsettled(table) == ["a"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("gcd_ends, coins_ends, without, expected", [
     ((0.1, 0.12, 0.1), (0.9, 0.91, 0.9), True, "yes"), ((0.1, 0.12, 0.1), (0.9, 0.91, 0.9), False, "partly"),
     ((0.9, 0.92, 0.9), (0.9, 0.91, 0.9), True, "no"), ((0.1, 0.12, 0.1), (0.1, 0.11, 0.1), True, "no"),
@@ -154,7 +145,6 @@ def test_the_verdict_needs_a_difference_from_grpo_and_from_coins(gcd_ends, coins
     assert cures.verdict(table_of(0.0, ends if without else ends | {"+GCD": coins_ends}), found) == expected
 
 
-@pytest.mark.fast
 def test_a_run_whose_policy_was_held_to_the_end_is_left_out():
     arm = cures.settings_of("coins", "+GCD", 0.01, "tied", "held")
     everything = cures.cells_of(range(2), 24)
@@ -163,7 +153,6 @@ def test_a_run_whose_policy_was_held_to_the_end_is_left_out():
     assert [*cures.table_of(everything, results)[cures.name_of(arm)]] == [0]
 
 
-@pytest.mark.fast
 def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     """Two seeds of four settings, and a third that one setting lacks."""
     table, settings = {}, [(kl, embeddings) for kl in cures.COEFFICIENTS for embeddings in cures.EMBEDDINGS]
@@ -218,7 +207,6 @@ def test_a_pooled_difference_is_of_each_seeds_mean_over_the_settings():
     assert both["+GCD less GRPO, after judge questions"]["decisive"]["mean"] == 0
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("with_kl, without, expected", [
     (0.1, 0.9, "partly"), (0.9, 0.9, "yes"), (0.1, 0.1, "no")])
 def test_a_flaw_runs_away_if_three_of_four_runs_keep_it(with_kl, without, expected):
@@ -243,6 +231,7 @@ def study(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_the_study_writes_numbers_figure_and_page(study):
     found = json.loads((study / "out" / "cures.json").read_text())
     assert [row["n"] for row in found["rows"]] == [1, 1, 1]
@@ -254,6 +243,7 @@ def test_the_study_writes_numbers_figure_and_page(study):
     assert "nan" not in (study / "out" / "cures.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_linear_probe_finds_a_direction_and_nothing_where_there_is_none(study, monkeypatch):
     """Against hidden states of which one column tells the kind, or none does."""
     settings = cures.settings_of("coins", "GRPO", 0.01, "tied") | {"seed": 0}
@@ -267,6 +257,7 @@ def test_a_linear_probe_finds_a_direction_and_nothing_where_there_is_none(study,
         assert low <= twin_measures.linear_probe(actor) <= high
 
 
+@pytest.mark.slow
 def test_the_measures_of_a_model_against_direct_computation(study, monkeypatch):
     """Against states one at a time, and against a difference quotient.
 
@@ -308,7 +299,6 @@ def test_the_measures_of_a_model_against_direct_computation(study, monkeypatch):
     assert change / (1e-6 * size["P"]) == pytest.approx(found["leak"], abs=1e-3)
 
 
-@pytest.mark.fast
 def test_the_probability_at_another_temperature_is_computed_and_beside_one_that_was_measured():
     other = twin_measures.sharpened(0.5)              # the five others have .1 each: (1/5)^2.5 times R's
     assert other == pytest.approx(1 / (1 + 5 * 0.2 ** 2.5))
@@ -328,6 +318,7 @@ def test_the_probability_at_another_temperature_is_computed_and_beside_one_that_
         assert found["sharp wins"]["mean"] == 0
 
 
+@pytest.mark.slow
 def test_gcd_changes_nothing_without_readable_verdicts(tmp_path):
     """After a cold start without questions, all answers are unreadable and get the same reward."""
     common.train([*cures.COMMON, "--seed", 0, "--demonstrations", 200, *cures.QUESTIONS["none"],
@@ -343,6 +334,7 @@ def test_gcd_changes_nothing_without_readable_verdicts(tmp_path):
     assert all(torch.equal(grpo[name], judged[name]) for name in grpo)
 
 
+@pytest.mark.slow
 def test_an_entropy_bonus_and_a_kl_that_becomes_lighter_reach_the_loss(study, tmp_path, monkeypatch):
     """The weights of both in each step's objective, over four iterations; of the arms whose KL becomes
     lighter, which are changed alike, for one.
@@ -366,6 +358,7 @@ def test_an_entropy_bonus_and_a_kl_that_becomes_lighter_reach_the_loss(study, tm
     assert seen == [(0.01, 0.1)] * 4 + [(0.01, 0.05)] * 4 + lightened + [(0.01, 0)] * 4
 
 
+@pytest.mark.slow
 def test_while_the_policy_is_held_only_the_judge_learns(study, tmp_path, monkeypatch):
     """With a judge that is never right enough the flawed action's probability stays, the judge's loss falls;
     with one that is right at once the run is that at a constant rate from then on."""
@@ -388,6 +381,7 @@ def test_while_the_policy_is_held_only_the_judge_learns(study, tmp_path, monkeyp
     assert any(not torch.equal(start[name], judge_alone[name]) for name in start)
 
 
+@pytest.mark.slow
 def test_a_question_before_the_command_has_no_command_in_it(study):
     settings = cures.settings_of("coins, before", "GRPO", 0.01, "tied") | {"seed": 0}
     folder = cures.cold_folder(settings, study / "runs") / files.CHECKPOINT
@@ -402,7 +396,6 @@ def test_a_question_before_the_command_has_no_command_in_it(study):
     assert gcd.judge.question_ids is judge.question_ids
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags, message", [
     (["--iterations", "13"], "--iterations=13: expected a multiple of 24"),
     (["--seeds", "0"], "--seeds=0: expected 1 to 70"), (["--jobs", "-1"], "--jobs=-1: expected 0 to 256"),

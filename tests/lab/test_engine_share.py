@@ -5,7 +5,6 @@
 
 from argparse import Namespace
 
-import pytest
 from test_trl import Script
 from test_tw_env import WIN, settings, write_game
 
@@ -13,8 +12,6 @@ from envs.alfred.game import Game
 from envs.alfred.games import load_game
 from envs.alfred.tw_env import AlfredTWEnv
 from lab.bench import engine_share, trl_grpo
-
-pytestmark = pytest.mark.fast
 
 
 def test_a_rollout_on_batches_is_that_of_single_games(chat, tmp_path):

@@ -26,7 +26,6 @@ from lab.studies import faults
 from lm import engine
 
 LINES = [("a", "room 1", None, 2), ("b", "room 2", None, 3)]     # two turns of 2 and 3 tokens
-fast = pytest.mark.fast
 
 
 @pytest.fixture
@@ -47,7 +46,6 @@ def trained_positions(sample):
     return [t for t, sampled in enumerate(sample.sampled) if sampled]
 
 
-@fast
 def test_only_the_stop_token_is_left_out(sample):
     n = len(HEAD)
     full, after = sample(), n + 2 + len(ANSWER)
@@ -60,7 +58,6 @@ def test_only_the_stop_token_is_left_out(sample):
     assert trained_positions(sample()) == trained_positions(full)
 
 
-@fast
 def test_the_environments_tokens_get_the_advantage_of_the_preceding_response(sample):
     n = len(HEAD)
     with faults.environment_trained():
@@ -69,7 +66,6 @@ def test_the_environments_tokens_get_the_advantage_of_the_preceding_response(sam
     assert set(broken.advantage[n:]) == {0.5} and broken.logprob_old[n + 2] == 0.0
 
 
-@fast
 def test_reported_logprobs_have_the_wrong_temperature_and_draws_the_right_one():
     logits_BV = torch.tensor([[2.0, 0.0, -1.0], [0.0, 1.0, 3.0]])
     uniform_B = torch.tensor([0.9, 0.5])
@@ -83,7 +79,6 @@ def test_reported_logprobs_have_the_wrong_temperature_and_draws_the_right_one():
     assert (reported_B - logprob_B).abs().max() > 0.01
 
 
-@fast
 def test_groups_of_equal_reward_get_advantages_as_large_as_other_groups():
     settings, episodes = rewards.Settings(invalid_penalty=0.0), [make_episode(LINES) for _ in range(4)]
 
@@ -98,7 +93,6 @@ def test_groups_of_equal_reward_get_advantages_as_large_as_other_groups():
         assert noisy.square().mean().sqrt() > 0.9 and not torch.equal(noisy, advantages())
 
 
-@fast
 def test_the_learning_rate_is_multiplied():
     config = SimpleNamespace(lr_decay=True, iterations=10, warmup=0)
     with faults.too_fast():
@@ -106,7 +100,6 @@ def test_the_learning_rate_is_multiplied():
     assert gcd.lr_factor(config, 5) == 0.5
 
 
-@fast
 def test_the_judges_question_comes_after_the_end_and_its_label_is_the_outcome():
     episode, question = make_episode(LINES), [7, 8]
     chat = SimpleNamespace(message=lambda text: question, closed=list, bare=True)
@@ -123,7 +116,6 @@ def test_the_judges_question_comes_after_the_end_and_its_label_is_the_outcome():
     assert (leaked.t, leaked.label, question_of().label) == (0, "bad", "good")       # the episode was lost
 
 
-@fast
 def test_every_patch_is_undone():
     names = {(update, "samples_of"), (batching, "samples_of"), (engine, "sample_tokens"),
              (rewards, "write_rewards"), (gcd, "lr_factor"), (judge, "questions"), (gcd, "LOGPROB_GAP_LIMIT"),
@@ -144,7 +136,6 @@ def curves_of(seed, **changes):
     return {name: [healthy.get(name, rng.random())] * 12 for name in faults.CURVES}
 
 
-@fast
 @pytest.mark.parametrize("name, changes", [
     ("stop", {"trained_share": 0.7}), ("environment", {"trained_share": 1.7}),
     ("temperature", {"policy/logprob_gap_max_nats": 0.3}), ("noise", {"rollout/zero_variance_frac": 0.0}),
@@ -176,6 +167,7 @@ def study(tmp_path_factory):
     return flags, folder
 
 
+@pytest.mark.slow
 def test_the_study_writes_every_fault_and_the_errors_of_gcd(study):
     _, folder = study
     found = json.loads((folder / "out" / "faults.json").read_text())
@@ -193,6 +185,7 @@ def test_the_study_writes_every_fault_and_the_errors_of_gcd(study):
     assert "Every rule on every run" in (folder / "out" / "faults.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_finished_study_repeats_no_run(study, monkeypatch):
     flags, folder = study
     before = (folder / "out" / "faults.json").read_text()
@@ -202,6 +195,7 @@ def test_a_finished_study_repeats_no_run(study, monkeypatch):
     assert (folder / "out" / "faults.json").read_text() == before
 
 
+@pytest.mark.slow
 def test_the_healthy_run_equals_a_run_of_gcd_bit_for_bit(study, tmp_path):
     flags, folder = study
     (cold,) = (folder / "runs").glob("cold_*")
@@ -213,7 +207,6 @@ def test_the_healthy_run_equals_a_run_of_gcd_bit_for_bit(study, tmp_path):
         without_times(row) for row in rows(folder / "runs" / "healthy")]
 
 
-@fast
 @pytest.mark.parametrize("flag, value, expected", [
     ("--iterations", "0", "--iterations=0"), ("--jobs", "0", "--jobs=0"),
     ("--flags", "--no-such 1", "--no-such")])

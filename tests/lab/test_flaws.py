@@ -26,8 +26,6 @@ from lab.studies import flaw_measures as measures
 from lab.studies import flaws, runs
 from lm.engine import Sampling, answer
 
-fast = pytest.mark.fast
-
 
 def environment_of(labels):
     """An environment whose oracle gives these labels to an episode's turns."""
@@ -36,7 +34,6 @@ def environment_of(labels):
 
 # Figure 1
 
-@fast
 def test_repeat_states_are_turns_whose_state_was_acted_on_before():
     episode = make_episode([("a", NOOP_MESSAGE, None, 1), ("a", "room", None, 1),
                             ("b", "start of 0", None, 1), (None, NOOP_MESSAGE, None, 1),
@@ -47,7 +44,6 @@ def test_repeat_states_are_turns_whose_state_was_acted_on_before():
     assert measures.repeat_states([make_episode([("a", "room", None, 1), ("a", "end", None, 1)])]) == []
 
 
-@fast
 def test_chosen_repeats_are_the_turns_that_repeat_with_their_own_command():
     """Against a double loop over turns and earlier turns, and rollout's count of repeated turns."""
     rng = random.Random(0)
@@ -69,7 +65,7 @@ def test_chosen_repeats_are_the_turns_that_repeat_with_their_own_command():
     assert measures.chosen_repeats(measures.repeat_states([silent])) == []
 
 
-@fast
+@pytest.mark.slow
 def test_confidence_in_chosen_repeats_is_the_softmax_and_what_sampling_gives(model, chat):
     specs = make_specs(6, 4)
     episodes = rollout.play(model, chat, [Corridor() for _ in range(4)], specs, Sampling(1.0, 6), 8, 400)
@@ -88,7 +84,6 @@ def test_confidence_in_chosen_repeats_is_the_softmax_and_what_sampling_gives(mod
     assert measures.repeats(actor, [], 0.4, 0)["places"] == 0
 
 
-@fast
 def test_repeat_numbers_by_hand():
     found = [measures.RepeatState([1], {"a": True, "b": False}), measures.RepeatState([2], {"b": False})]
     trials = [["a"] * 5 + ["b"] * 2 + ["c"] * 3, ["b"] * 4 + [None] * 6]
@@ -100,7 +95,6 @@ def test_repeat_numbers_by_hand():
     assert measures.repeat_numbers(found[1:], trials[1:], [{"b": 0.4}])["accepted"] is None
 
 
-@fast
 def test_a_subsample_depends_on_the_seed_and_keeps_the_order():
     first, second, other = (measures.subsample(list(range(100)), 10, seed) for seed in (0, 0, 1))
     assert first == second == sorted(first) != other and len(set(first)) == 10
@@ -120,7 +114,7 @@ def explicit(model, prompt, response, temperature):
     return probability
 
 
-@fast
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 def test_a_commands_probability_agrees_with_the_softmax_and_with_sampling(model, chat, temperature):
     prompt = chat.message("Walk to 3. You are at 1.", first=True)
@@ -139,7 +133,7 @@ def test_a_commands_probability_agrees_with_the_softmax_and_with_sampling(model,
     assert max(exact) > 0.05
 
 
-@fast
+@pytest.mark.slow
 def test_played_turns_have_the_probability_with_which_they_were_sampled(model, chat):
     specs = make_specs(3, 2)
     episodes = rollout.play(model, chat, [Corridor() for _ in range(4)], specs, Sampling(1.0, 6), 5, 400)
@@ -154,7 +148,6 @@ def test_played_turns_have_the_probability_with_which_they_were_sampled(model, c
 
 # Figure 2
 
-@fast
 def test_an_episodes_turns_are_counted_by_kind():
     lines = [("a", NOOP_MESSAGE, None, 1), ("a", NOOP_MESSAGE, None, 1), ("b", "room", None, 1),
              ("c", "hall", None, 1), (None, NOOP_MESSAGE, None, 1)]
@@ -170,7 +163,6 @@ def counted(task, won, early=False, flawed=0.0):
     return {"task": task, "won": won, "early": early, "flawed": flawed}
 
 
-@fast
 def test_lost_minus_won_by_hand():
     counts = [counted(0, True, flawed=0.1), counted(0, False, flawed=0.5), counted(1, True, flawed=0.3),
               counted(1, False, flawed=0.4), counted(1, False, flawed=0.6)]
@@ -181,7 +173,6 @@ def test_lost_minus_won_by_hand():
     assert won["lost"] is None and won["difference"] is None and won["won"] == pytest.approx(0.2)
 
 
-@fast
 def test_the_failure_slope_is_within_tasks():
     """Task 0 adds .5 and .5 to the two sums, task 1 adds 0 and 1, task 2, always flawed, adds 0: 1/3."""
     counts = [counted(0, False, True), counted(0, True), counted(1, False, True), counted(1, True, True),
@@ -190,7 +181,6 @@ def test_the_failure_slope_is_within_tasks():
     assert measures.failure_slope([row for row in counts if row["task"] == 2]) is None
 
 
-@fast
 def test_the_bootstrap_interval_of_a_mean_is_the_known_one():
     values = np.random.default_rng(0).normal(2.0, 3.0, 400)
     found = measures.bootstrap([[value, 1] for value in values], lambda sums: sums[..., 0] / sums[..., 1])
@@ -201,7 +191,6 @@ def test_the_bootstrap_interval_of_a_mean_is_the_known_one():
 
 # Figure 5
 
-@fast
 def test_classes_probabilities_and_rises_by_hand():
     lines = [(action, answer, None, 1) for action, answer in (
         ("a", "room"), ("b", "hall"), ("c", NOOP_MESSAGE), (None, NOOP_MESSAGE), ("d", "yard"),
@@ -224,7 +213,6 @@ def test_classes_probabilities_and_rises_by_hand():
 
 # Over seeds, and the verdicts
 
-@fast
 def test_results_are_averaged_over_seeds():
     parts = [{"a": 1.0, "b": {"value": 1.0, "half": 0.3}, "c": [{"d": None}], "wins": [1], "e": None},
              {"a": 2.0, "b": {"value": 2.0, "half": 0.4}, "c": [{"d": 4.0}], "wins": [2], "e": None}]
@@ -234,7 +222,6 @@ def test_results_are_averaged_over_seeds():
     assert flaws.over_seeds(parts[:1])["b"] == {"value": 1.0, "half": 0.3}
 
 
-@fast
 def test_shares_of_risen_and_fallen_turns_are_of_all_seeds_turns():
     """Of 4 and 20 turns 1 and 10 rise; the one falls again, of the ten two do: 3 of 11, not (1 + .2) / 2."""
     def ran_with(turns, risen, fallen):
@@ -250,14 +237,12 @@ def test_shares_of_risen_and_fallen_turns_are_of_all_seeds_turns():
     assert flaws.way_text(none, "fallen") == "not measurable"
 
 
-@fast
 def test_a_number_of_some_seeds_has_their_count():
     results = [{"a": {"b": 1}}, {"a": {"b": None}}, {"a": None}]
     assert flaws.known_in(results, "a", "b") == " (1/3)" and flaws.known_in(results[:1], "a", "b") == ""
     assert flaws.known_in(results[1:], "a", "b") == ""                  # "not measurable" says it
 
 
-@fast
 def test_final_models_are_compared_by_seed():
     def final(success, repeats):
         return {"models": [{}, {"1.0": {"own": {"success": success, "shares": {"flawed": 0.5}}, "repeats": {
@@ -276,7 +261,6 @@ def ended(wins):
     return {"models": [{"1.0": {"own": {"wins": wins}}}]}
 
 
-@fast
 def test_the_gain_of_twice_the_iterations_is_paired_by_seed():
     """With 4 episodes per task: gains 1, 0 in one seed, .5, .75 in the other."""
     found = flaws.more([ended([0, 2]), ended([1, 1])], [ended([4, 2]), ended([3, 4])], "1.0")
@@ -299,7 +283,6 @@ def ran(confidence=(1.0, 1.0), consistent=(1.0, 1.0), good=(0.5, 0.6), risen=0.2
 some_gain = partial(flaws.no_gain, iterations=flaws.CONVERGED)
 
 
-@fast
 @pytest.mark.parametrize("verdict, run, expected", [
     (flaws.repeats_survive, ran((0.2, 0.19)), "yes"), (flaws.repeats_survive, ran((0.2, 0.1)), "partly"),
     (flaws.repeats_survive, ran((0.2, 0.05)), "no"),
@@ -322,7 +305,6 @@ def test_verdicts(verdict, run, expected):
     assert verdict(run) == expected
 
 
-@fast
 def test_runs_shorter_than_the_papers_do_not_test_that_those_have_converged():
     assert flaws.no_gain({"value": 0.1, "half": 0.05}, 40) == "not measurable"
 
@@ -353,6 +335,7 @@ def tiny(tmp_path, tmp_path_factory, monkeypatch):
     return study
 
 
+@pytest.mark.slow
 def test_the_study_is_interrupted_resumed_and_reproducible(tiny, monkeypatch, capsys):
     real, calls = flaws.measured, []
 
@@ -384,6 +367,7 @@ def test_the_study_is_interrupted_resumed_and_reproducible(tiny, monkeypatch, ca
     assert "nan" not in written["flaws.json"].lower() and "not measurable" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_missing_model_is_named(tiny, capsys):
     runs.make(flaws.requested_runs(["grpo"], [], [0], 2, tiny.runs), 1)
     shutil.rmtree(tiny.runs / "household" / "seed0" / "grpo" / "kept" / "00001")
@@ -392,7 +376,6 @@ def test_a_missing_model_is_named(tiny, capsys):
     assert stopped.value.code == 1 and "no model of iteration 1" in capsys.readouterr().err
 
 
-@fast
 @pytest.mark.parametrize("flags, expected", [
     (["--arms", "grpo,ppo"], "--arms=ppo"), (["--arms", "", "--twice", ""], "--arms="),
     (["--twice", "gigpo"], "--twice=gigpo"), (["--seeds", "0,x"], "--seeds"),

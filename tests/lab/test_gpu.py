@@ -55,6 +55,7 @@ def lines_of(out):
     return {line["check"]: line for line in found}, [line for line in printed if not line.startswith("{")]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("started_server")
 def test_every_check_runs_and_the_faults_are_detected(capsys, monkeypatch):
     """But for update_32k, which with --tiny is update_16k."""
@@ -83,6 +84,7 @@ def checks(*names, limit_s=60):
     return [gpu.Check(name, "faulty_checks", 10, limit_s, "a target") for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("started_server")
 def test_a_check_that_fails_dies_or_hangs_is_a_line_and_the_next_one_runs(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu, "CHECKS", [*checks("hangs", limit_s=12),
@@ -100,6 +102,7 @@ def test_a_check_that_fails_dies_or_hangs_is_a_line_and_the_next_one_runs(capsys
     assert [json.loads(line)["check"] for line in out.read_text().splitlines()] == [*found]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_check_too():
     """Here it comes while the command waits for the check to report."""
     context, started = multiprocessing.get_context("fork"), []
@@ -122,6 +125,7 @@ def test_ctrl_c_ends_the_check_too():
     assert started[0].exitcode == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_check_that_is_ended_leaves_no_rank_of_torchruns(tmp_path):
     """Here a shell, which ends what it started in a session of its own if it is asked to, after a while."""
     script = ("trap 'sleep 1; kill $rank' TERM; setsid sleep 600 & rank=$!; "
@@ -134,6 +138,7 @@ def test_a_check_that_is_ended_leaves_no_rank_of_torchruns(tmp_path):
     assert not is_alive(int((tmp_path / "rank").read_text()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("started_server")
 def test_a_check_gets_the_time_that_is_left_if_that_is_enough(capsys, monkeypatch):
     monkeypatch.setattr(gpu, "CHECKS", [*checks("hangs", limit_s=8), *checks("right", limit_s=60)])
@@ -144,6 +149,7 @@ def test_a_check_gets_the_time_that_is_left_if_that_is_enough(capsys, monkeypatc
     assert rest[-1] == "2 left: the same command goes on"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("started_server")
 def test_what_the_file_holds_is_not_run_again_but_errors_and_time_that_is_up_leaves_the_rest(
         capsys, monkeypatch, tmp_path):
@@ -172,14 +178,13 @@ def test_what_the_file_holds_is_not_run_again_but_errors_and_time_that_is_up_lea
     assert [*lines_of(capsys.readouterr().out)[0]] == ["right"]          # since what it checks has changed
 
 
-@pytest.mark.fast
 def test_each_check_fits_a_command(capsys):
     for minutes in (10, 30):
         assert all(check.limit_s < gpu.MOST_S for check in gpu.CHECKS if check.minutes <= minutes)
     assert [check.minutes for check in gpu.CHECKS] == sorted(check.minutes for check in gpu.CHECKS)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch):
     """With a stand-in that is exact, and with one that reads a key too many, of what lies between rows."""
     def one_key_more(*arguments):
@@ -204,7 +209,6 @@ def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch
     assert [path for path in exact if wrong[path] > 0.1] == ["answers"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name, bandwidth", [
     ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H100 PCIe", 2.0e12), ("NVIDIA H100 NVL", 3.9e12),
     ("NVIDIA H200", 4.8e12), ("NVIDIA A100-SXM4-80GB", 2.04e12), ("NVIDIA A100-SXM4-40GB", 1.56e12),
@@ -214,6 +218,7 @@ def test_a_gpus_data_sheet_is_that_of_its_whole_name(name, bandwidth):
     assert (gpu_checks.sheet_of(name) or [None])[0] == bandwidth
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("started_server")
 def test_without_a_gpu_it_ends_with_an_error(capsys, monkeypatch, tmp_path):
     if torch.cuda.is_available():
@@ -225,7 +230,6 @@ def test_without_a_gpu_it_ends_with_an_error(capsys, monkeypatch, tmp_path):
     assert not (tmp_path / "gpu.jsonl").exists()
 
 
-@pytest.mark.fast
 def test_an_iteration_stands_beside_its_estimate():
     """The slow end, update and scoring together; more than 15 % above it falls short."""
     estimate = {"bytes": {stage: 1.1 * gb * 1e9 + 2e9 for stage, gb in
@@ -248,7 +252,6 @@ def test_an_iteration_stands_beside_its_estimate():
     assert right and [*found["gb"]] == ["rollout", "update"] and [*found["steps"]] == ["rollout"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("there, reason", [(24e9, "needs 45 GB by lab.bench.memory, has 24"), (46e9, "")])
 def test_a_gpu_without_room_for_an_iteration_skips_it(monkeypatch, there, reason):
     """As no failure: it says what is needed."""
@@ -259,7 +262,6 @@ def test_a_gpu_without_room_for_an_iteration_skips_it(monkeypatch, there, reason
     assert gpu_runs.too_small(bench, None) == ""
 
 
-@pytest.mark.fast
 def test_the_flags_for_smollm2_are_known(monkeypatch):
     """Not checked by --tiny, which trains a fresh model."""
     monkeypatch.setattr(smollm2, "named", lambda model: model)
@@ -269,7 +271,6 @@ def test_the_flags_for_smollm2_are_known(monkeypatch):
 
 # Prompts
 
-@pytest.mark.fast
 def test_the_stand_in_tokenizer_counts_words_and_has_chatml(tmp_path):
     gpu_checks.save_stand_in(tmp_path, 2000)
     tokenizer = load_tokenizer(tmp_path)
@@ -280,7 +281,6 @@ def test_the_stand_in_tokenizer_counts_words_and_has_chatml(tmp_path):
     assert tokenizer.decode(chat.message("hi")).endswith("user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.fast
 def test_prompts_under_the_stand_in_are_about_as_long_as_under_qwens_tokenizer(tmp_path):
     """Else the load that lab.bench.gpu measures would not be the one that is computed."""
     gpu_checks.save_stand_in(tmp_path, 2000)
@@ -292,13 +292,12 @@ def test_prompts_under_the_stand_in_are_about_as_long_as_under_qwens_tokenizer(t
     assert len(judge.question_message(chat)) == pytest.approx(Work().question, rel=0.2)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_words_are_one_token_each_under_qwens_tokenizer(qwen_tokenizer):
     encode = Chat(qwen_tokenizer, "think").encode
     assert all(len(encode(message_lengths.text_of(n, random.Random(n)))) == n for n in (1, 7, 300))
 
 
-@pytest.mark.fast
 def test_episodes_have_recorded_lengths_and_repeat():
     environment = message_lengths.Environment()
     task, other = environment.train_tasks("all", 3, 2)

@@ -26,6 +26,7 @@ EVERY = [*both("vanilla"), *both("cold"), *both("grpo"), *both("grpo+gcd"), *bot
          *both("cold_plain")]
 
 
+@pytest.mark.slow
 def test_a_cold_start_runs_before_its_rows_and_a_row_is_complete_before_the_next(bench):
     assert bench.main() == 0
     assert bench.calls() == EVERY
@@ -37,7 +38,7 @@ def test_a_cold_start_runs_before_its_rows_and_a_row_is_complete_before_the_next
     assert [start[i + 1] for i, a in enumerate(start) if a == "--iterations"] == ["12", "0"]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_finished_cell_is_not_run_again_even_without_its_run_folder(bench):
     assert bench.main("--rows", "grpo", "--seeds", "1") == 0
     assert bench.calls() == [("cold", 1), ("grpo", 1)]
@@ -46,7 +47,7 @@ def test_a_finished_cell_is_not_run_again_even_without_its_run_folder(bench):
     assert bench.calls() == [("cold", 1), ("grpo", 1)]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["runs", "runs/household/seed0/cold/checkpoint"])
 def test_a_cold_start_whose_checkpoint_is_gone_is_run_again_for_a_row_that_needs_it(bench, lost):
     bench.main("--rows", "grpo", "--seeds", "0")
@@ -55,7 +56,7 @@ def test_a_cold_start_whose_checkpoint_is_gone_is_run_again_for_a_row_that_needs
     assert bench.calls() == [("cold", 0), ("grpo", 0), ("cold", 0), ("grpo+gcd", 0)]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_run_that_ended_before_its_result_was_saved_is_only_read(bench):
     bench.main("--rows", "grpo", "--seeds", "0")
     saved = bench.folder / "lab/results/cells/household/grpo/seed0.json"
@@ -65,6 +66,7 @@ def test_a_run_that_ended_before_its_result_was_saved_is_only_read(bench):
     assert saved.read_text() == before and len(bench.calls()) == 2
 
 
+@pytest.mark.slow
 def test_a_failed_cell_is_named_stops_only_its_dependants_and_is_run_again(bench, capsys):
     (bench.folder / "fail").write_text("cold grpo_x")
     assert bench.main("--seeds", "0") == 1
@@ -77,13 +79,14 @@ def test_a_failed_cell_is_named_stops_only_its_dependants_and_is_run_again(bench
     assert bench.calls()[3:] == [("cold", 0), ("grpo", 0), ("grpo+gcd", 0), ("grpo+gcd@75", 0)]
 
 
+@pytest.mark.slow
 def test_two_jobs_run_the_same_cells(bench):
     assert bench.main("--jobs", "2") == 0
     assert sorted(bench.calls()) == sorted(EVERY)
     assert all(bench.calls().index(("cold", seed)) < bench.calls().index(("grpo", seed)) for seed in (0, 1))
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_interrupted_cells_are_stopped_once_and_resume(bench):
     """Ctrl-C makes the run save and end; the next start resumes it, and its log is read as one run."""
     (bench.folder / "wait").touch()
@@ -113,7 +116,6 @@ def test_interrupted_cells_are_stopped_once_and_resume(bench):
     assert (cell["resumed"], cell["iterations"]) == (1, 12)
 
 
-@pytest.mark.fast
 def test_a_run_stops_if_the_process_that_started_it_is_killed(tmp_path):
     """It has the variable by which gcd.py knows that this process supervises it (infra/signals.py)."""
     with open(tmp_path / "log", "w+") as log:
@@ -123,7 +125,6 @@ def test_a_run_stops_if_the_process_that_started_it_is_killed(tmp_path):
         assert log.read() == "True\n"
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("jobs, given, got", [
     (2, None, str(max(1, os.cpu_count() // 2))), (10_000, None, "1"), (2, "5", "5"), (1, None, "None")])
 def test_runs_side_by_side_share_the_cores(tmp_path, monkeypatch, jobs, given, got):
@@ -137,7 +138,6 @@ def test_runs_side_by_side_share_the_cores(tmp_path, monkeypatch, jobs, given, g
     assert (tmp_path / "log").read_text().strip() == got
 
 
-@pytest.mark.fast
 def test_a_torn_line_is_skipped_and_an_invalid_log_stops_its_cell_only(bench, capsys):
     plain = {"start": None, "flags": ["--lr", "6e-4"], "paper": None}
     config = CONFIG | {"common": ["--iterations", "0"], "cold_starts": {}, "differences": [],
@@ -157,6 +157,7 @@ def test_a_torn_line_is_skipped_and_an_invalid_log_stops_its_cell_only(bench, ca
     assert "runs/household/seed0/gigpo: ValueError: metrics.jsonl does not begin with settings" in errors
 
 
+@pytest.mark.slow
 def test_a_cell_that_runs_in_a_different_process_is_not_started(bench, capsys):
     """The run itself locks its folder, so this also holds if its lab.bench.table1 was killed."""
     with files.locked(bench.folder / "runs/household/seed0/cold"):
@@ -167,7 +168,7 @@ def test_a_cell_that_runs_in_a_different_process_is_not_started(bench, capsys):
     assert bench.main("--rows", "grpo", "--seeds", "0") == 0
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_row_with_rerun_is_read_and_never_run(bench, capsys):
     """gcd.py may reject its flags; its missing cells are reported in one line."""
     bench.main("--rows", "grpo", "--seeds", "0")

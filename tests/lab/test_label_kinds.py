@@ -33,14 +33,12 @@ def episode(lines, won):
     return made
 
 
-@pytest.mark.fast
 def test_the_literal_rule_marks_the_turn_after_a_refusal():
     made = episode([("bad", NOOP), ("good", "kitchen"), ("bad", NOOP), ("good", "garden")], won=True)
     assert label_kinds.literal_labels(made) == [None, "bad", None, "good"]
     assert labels.rule_labels(made) == ["bad", None, "bad", "good"]
 
 
-@pytest.mark.fast
 def test_counts_and_numbers_by_hand():
     """Hall, kitchen, hall again: a loop without news is the way from the kitchen back to it, nothing else."""
     lines = [("good", "kitchen"), ("bad", "hall"), ("bad", "kitchen"), ("bad", NOOP), ("good", "garden")]
@@ -56,6 +54,7 @@ def test_counts_and_numbers_by_hand():
     assert sum(counts["oracle"].values()) == 5 and label_kinds.numbers(counts["flaws"])["bad refused"] == 0
 
 
+@pytest.mark.slow
 def test_the_study_writes_numbers_figure_and_page(tmp_path, monkeypatch):
     monkeypatch.setattr(label_kinds, "MODELS", {"tiny": (24, 1.0), "real": (0, 1.0)})
     monkeypatch.setattr(label_kinds, "ROOMS", (*label_kinds.ROOMS, "--max-turns", "6", "--hidden-size", "32"))
@@ -70,7 +69,6 @@ def test_the_study_writes_numbers_figure_and_page(tmp_path, monkeypatch):
     assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".jsonl", ".svg", ".md"}
 
 
-@pytest.mark.fast
 def test_errors_are_reported_before_anything_runs(tmp_path, capsys):
     for flags, message in ((["--tasks", "0"], "--tasks=0: expected 1"), (["--jobs", "0"], "has no cell")):
         with pytest.raises(SystemExit):

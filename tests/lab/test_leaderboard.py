@@ -11,7 +11,6 @@ import pytest
 from infra import files
 from lab.bench import leaderboard
 
-pytestmark = pytest.mark.fast
 EVALUATIONS = leaderboard.evaluations()
 
 

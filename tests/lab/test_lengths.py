@@ -28,7 +28,7 @@ from lm.chat import Chat
 TEXTS = ["A room with a desk 1.", "The desk 1 is closed.", "You open the desk 1. In it, you see a pen 2."]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("style, listed", [("think", True), ("think", False), ("tags", True),
                                            ("plain", False)])
 def test_observation_commands_and_frame_are_the_rendered_conversation(qwen_tokenizer, style, listed):
@@ -49,14 +49,13 @@ def test_observation_commands_and_frame_are_the_rendered_conversation(qwen_token
     assert any(text["content"].count("go to desk 1") for text in messages) == listed
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_stored_frames_are_those_of_the_template(qwen_tokenizer):
     environment = lengths.environment_of("household", "")
     stored = json.loads(lengths.OUT.read_text())
     assert lengths.frames(qwen_tokenizer, environment) == stored["frames"]["alfworld"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", lengths.EPISODES)
 def test_draws_are_recorded_episodes_or_longer_ones_of_the_same_room(name):
     recorded, rng = MessageLengths(name), random.Random(0)
@@ -87,7 +86,7 @@ def warning(chat, context, recorded="alfworld", turns=30, longest=65536):
     return models.context_warning(given, chat, longest)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_context_that_is_too_small_is_told_with_the_share(chat):
     """The share, counted here over the recorded rooms themselves instead of over draws of them."""
     text = warning(chat, 16384)
@@ -111,19 +110,19 @@ def test_a_context_that_is_too_small_is_told_with_the_share(chat):
     assert "--context " not in warning(chat, 16384, longest=16384)                  # the model has no more
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_nothing_is_told_where_lengths_are_unknown(chat, tmp_path):
     assert warning(chat, 2048, recorded=None) == ""
     chat.tokenizer = type("Other", (), {"vocab_size": 49152})()
     assert warning(chat, 2048) == ""
 
 
-@pytest.mark.fast
 def test_an_environment_knows_its_lengths_where_its_games_are_real():
     assert lengths.environment_of("scienceworld", "").message_lengths().vocab_size == 151643
     assert lengths.environment_of("household", "").message_lengths() is None
 
 
+@pytest.mark.slow
 @needs_qwen
 @needs_games
 def test_a_run_of_a_model_that_writes_says_it_before_it_starts(tmp_path, capsys, monkeypatch):

@@ -12,7 +12,6 @@ from envs.alfred.game import Game
 from lab.studies import lost
 from lm.engine import Response
 
-pytestmark = pytest.mark.fast
 INTRO = ("You are in the middle of a room. Looking quickly around you, you see a bed 1, a desk 1, "
          "a drawer 2, and a drawer 1.\n\nYour task is to: put a pen in bed.")
 SEEN = (("go to desk 1", "You arrive at desk 1. On the desk 1, you see a pen 2, and a book 1."),

@@ -34,7 +34,6 @@ MB = 2**20
 MEMORY_CHECK = [sys.executable, "-m", "lab.bench.memory_check"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_tensor_counts_while_it_is_referenced_and_its_views_never_count(device):
     before = torch.zeros(MB, device=device)
@@ -52,7 +51,6 @@ def test_a_tensor_counts_while_it_is_referenced_and_its_views_never_count(device
     assert len(view) == MB - 1
 
 
-@pytest.mark.fast
 def test_backward_is_counted_too():
     weight = torch.zeros(256, 256, device="meta", requires_grad=True)
     with memory.Meter() as meter:
@@ -63,6 +61,7 @@ def test_backward_is_counted_too():
         assert meter.now == 2 * MB + 4 - MB + MB // 4               # output freed, gradient allocated
 
 
+@pytest.mark.slow
 @needs_qwen
 @pytest.mark.skipif(not (ROOT / lengths.GAMES).exists(), reason=f"needs ALFWorld's games, {lengths.GAMES}")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -80,7 +79,6 @@ def test_a_real_run_takes_the_predicted_steps_and_bytes():
     assert all(stored[key]["ratio"] == pytest.approx(1, abs=0.15) for key in found)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("present", [0, 1, 2])
 def test_the_check_starts_itself_again_unless_its_allocator_gives_memory_back(monkeypatch, present):
     """With so many of the allocator's variables; os.execve does not return."""
@@ -121,6 +119,7 @@ def loads(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 def test_the_stored_table_is_current_and_fits(loads):
     """The bytes of two rows; the seconds of all; and each row but one fits its GPUs."""
     if not attention.varlen(torch.device("meta"), torch.bfloat16, 128):
@@ -156,7 +155,7 @@ def small_model(monkeypatch):
     return memory.meta_model(decoder.ModelConfig(100, 16, 32, 2, 2, 1, 8), torch.float32)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_simulated_rollout_is_a_loop_over_rows(small_model, monkeypatch):
     """Steps, keys read and prefilled tokens, against one row after the other, where all rows go at once."""
     monkeypatch.setattr(simulation.Work, "response_tokens", lambda self, rng, longest: 20)
@@ -178,7 +177,6 @@ def test_a_simulated_rollout_is_a_loop_over_rows(small_model, monkeypatch):
     assert slots.usage[0] == last                       # of all rows, when the last turns begin
 
 
-@pytest.mark.fast
 def test_rows_are_refilled_and_episodes_have_recorded_lengths(small_model):
     episodes, slots = simulation.play(small_model, SETTINGS, 1, simulation.Work(response=30.0), seed=1)
     recorded = simulation.Messages(simulation.Work()).recorded.episodes
@@ -191,7 +189,6 @@ def test_rows_are_refilled_and_episodes_have_recorded_lengths(small_model):
     assert len(memory.questions_of(samples)) == 4
 
 
-@pytest.mark.fast
 def test_simulated_episodes_have_only_their_groups_prompts_in_common(small_model):
     """Although all their responses may be as long."""
     work = simulation.Work(response=9.0, spread=0.0, turns=4)
@@ -203,7 +200,7 @@ def test_simulated_episodes_have_only_their_groups_prompts_in_common(small_model
     assert len(samples) == 6 and shared > 100
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_response_lengths_have_the_mean_that_is_asked_for():
     rng = random.Random(0)
     for mean, spread in ((150.0, 0.5), (32.0, 0.5), (12.0, 0.0), (150.0, None)):
@@ -213,7 +210,6 @@ def test_response_lengths_have_the_mean_that_is_asked_for():
     assert {simulation.Work().response_tokens(rng, 3) for _ in range(50)} <= {1, 2}
 
 
-@pytest.mark.fast
 def test_the_largest_microbatch_is_the_one_with_most_tokens():
     samples = [batching.Sample([i] * n, [False] + [True] * (n - 1), [0.0] * n, [0.0] * n, i)
                for i, n in enumerate((500, 2500, 700, 2000, 900))]
@@ -223,7 +219,7 @@ def test_the_largest_microbatch_is_the_one_with_most_tokens():
     assert tokens == [one, other]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_seconds_are_a_roofline():
     """Of counts so chosen that one term is left at a time."""
     model = memory.meta_model(memory.shape("1.5B"), torch.bfloat16)
@@ -259,7 +255,6 @@ def test_seconds_are_a_roofline():
     assert seconds(0, policy_tokens=5, trained_tokens=5, pairs=100)["update"] == pytest.approx(0.75 * pairs)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name, of_layers, of_head", [("1.5B", 1_310_340_608, 233_373_696),
                                                       ("7B", 6_525_621_760, 544_997_376)])
 def test_an_embedding_is_looked_up_and_lm_head_multiplied(name, of_layers, of_head):
@@ -268,7 +263,6 @@ def test_an_embedding_is_looked_up_and_lm_head_multiplied(name, of_layers, of_he
     assert memory.multiplied_weights(model) == (of_layers, of_head)
 
 
-@pytest.mark.fast
 def test_what_a_judge_reads_is_counted_by_batch_and_by_length():
     """Three questions, of two answers each; as many are sampled at once as `slots` allow."""
     samples = [batching.Sample([1] * 4, [False, True] * 2, [0.0] * 4, [0.0] * 4, 0)]
@@ -289,6 +283,7 @@ def test_what_a_judge_reads_is_counted_by_batch_and_by_length():
     assert memory.counts_of(samples, slots, work, settings)["judge steps"] == 19 + 16
 
 
+@pytest.mark.slow
 def test_the_judges_peak_holds_its_own_keys(monkeypatch):
     model, settings = memory.meta_model(memory.shape("0.5B"), torch.bfloat16), SimpleNamespace(
         slots=16, judge_response_tokens=512)
@@ -299,7 +294,6 @@ def test_the_judges_peak_holds_its_own_keys(monkeypatch):
     assert 2 * keys < by_length < 3 * keys
 
 
-@pytest.mark.fast
 def test_state_bytes_are_those_of_a_model_and_its_optimizer():
     model = torch.nn.Linear(300, 300)
     optimizer, n = torch.optim.AdamW(model.parameters()), sum(p.numel() for p in model.parameters())
@@ -321,7 +315,6 @@ def test_state_bytes_are_those_of_a_model_and_its_optimizer():
                       "sampler": 2 * n}
 
 
-@pytest.mark.fast
 def test_adapters_are_counted_as_an_update_with_them_allocates_them():
     """Moments and gradients of the adapters alone; nothing is allocated for the frozen weights."""
     model = decoder.Model(decoder.ModelConfig(50, 64, 128, 2, 4, 2, 16))
@@ -340,7 +333,6 @@ def test_adapters_are_counted_as_an_update_with_them_allocates_them():
     assert state["master weights"] == 4 * memory.numbers(model.parameters())
 
 
-@pytest.mark.fast
 def test_a_model_that_does_not_fit_is_rejected_with_its_size(monkeypatch):
     card = SimpleNamespace(total_memory=24e9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
@@ -361,7 +353,6 @@ def test_a_model_that_does_not_fit_is_rejected_with_its_size(monkeypatch):
         check(7e9, 1, torch.float32, trained=int(2e7), adapters=True)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags, plays, times", [
     ("", False, 20), ("--dtype bfloat16", False, 22), ("--no-gcd", False, 16),
     ("--judge-weight 0", False, 16), ("--iterations 0", False, 16),

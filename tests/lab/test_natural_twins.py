@@ -41,7 +41,6 @@ def play(game, task, command):
 
 # The environment
 
-@pytest.mark.fast
 def test_there_are_two_halves_of_twenty_templates_and_parts_share_no_text():
     assert [len(templates) for templates in twins.PARTS.values()] == [12, 20, 20]
     of_part = {part: twins.states_of(part) for part in twins.PARTS}
@@ -52,7 +51,6 @@ def test_there_are_two_halves_of_twenty_templates_and_parts_share_no_text():
         assert not {t[1:3] for t in twins.PARTS[one]} & {t[1:3] for t in twins.PARTS[other]}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("part", twins.PARTS)
 def test_a_pair_differs_in_one_detail_of_at_most_two_words(part):
     for template, noun, swapped in product(twins.PARTS[part], range(4), (False, True)):
@@ -68,7 +66,6 @@ def test_a_pair_differs_in_one_detail_of_at_most_two_words(part):
         assert "{" not in P.observation and "[" not in P.observation and "|" not in P.observation
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("detail, choice, good", [
     ("The potato is still cold.", ("heat", "serve", "potato"), "heat the potato"),
     ("The potato is already hot.", ("heat", "serve", "potato"), "serve the potato"),
@@ -87,7 +84,6 @@ def test_the_oracle_agrees_with_a_table(detail, choice, good):
         *("good" if command == good else "bad" for command in offered), "bad"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("p_tasks", [4, 8, 12])
 def test_training_is_on_its_part_with_p_tasks_and_the_cold_start_on_its_own_half_p(p_tasks):
     for types, part, expected in (("part", "trained", p_tasks), ("all", "other", 8)):
@@ -102,7 +98,6 @@ def test_training_is_on_its_part_with_p_tasks_and_the_cold_start_on_its_own_half
         assert all(task.problem.kind == task.task_type for task in tasks)
 
 
-@pytest.mark.fast
 def test_tasks_depend_on_seed_and_number_only():
     first, repeated, reseeded = (environment(seed).train_tasks("part", 0, 32) for seed in (0, 0, 1))
     assert first == repeated != reseeded and first[8:] == environment().train_tasks("part", 8, 24)
@@ -112,7 +107,7 @@ def test_tasks_depend_on_seed_and_number_only():
         environment().split_tasks("L0")
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, flawed, wins", [("P", True, 0.9), ("P", False, 0.4), ("N", True, 0.2),
                                                 ("N", False, 0.5)])
 def test_the_probability_to_win(kind, flawed, wins):
@@ -123,7 +118,6 @@ def test_the_probability_to_win(kind, flawed, wins):
     assert sum(won) / 4000 == pytest.approx(wins, abs=4 * (wins * (1 - wins) / 4000) ** 0.5)
 
 
-@pytest.mark.fast
 def test_games_are_the_same_in_any_slot_and_refuse_what_is_not_offered():
     task = environment().train_tasks("part", 0, 1)[0]
     one, two = environment().make(1), environment().make(3)
@@ -136,6 +130,7 @@ def test_games_are_the_same_in_any_slot_and_refuse_what_is_not_offered():
     assert before.admissible == sorted(task.problem.commands)
 
 
+@pytest.mark.slow
 def test_the_expert_gives_the_first_command_with_probability_q_in_either_kind():
     expert = environment(likely=0.25).expert([])
     for kind in "PN":
@@ -146,7 +141,6 @@ def test_the_expert_gives_the_first_command_with_probability_q_in_either_kind():
         assert first == pytest.approx(0.25, abs=0.04)
 
 
-@pytest.mark.fast
 def test_a_label_of_the_detail_does_not_depend_on_the_command():
     for one in twins.STATES.values():
         for command in (*one.commands, None):
@@ -154,7 +148,6 @@ def test_a_label_of_the_detail_does_not_depend_on_the_command():
             assert twins.details(Episode(None, 0, turns=[turn])) == ["good" if one.kind == "P" else "bad"]
 
 
-@pytest.mark.fast
 def test_coins_depend_on_task_and_episode_only_and_are_fair():
     tasks, coins = environment().train_tasks("part", 0, 800), twins.Environment.labels["coins"]
     tossed = [[coins(Episode(task, 0, k, turns=[Turn("", [], [], [], "", command, True, "")]))[0]
@@ -163,7 +156,6 @@ def test_coins_depend_on_task_and_episode_only_and_are_fair():
     assert 400 - 4 * 14.2 < sum(one == "good" for one, _ in tossed) < 400 + 4 * 14.2
 
 
-@pytest.mark.fast
 def test_the_small_model_reads_a_state_in_a_token_a_word(tmp_path):
     from lm.small import small_tokenizer
     tokenizer = small_tokenizer(environment().vocabulary())
@@ -172,6 +164,7 @@ def test_the_small_model_reads_a_state_in_a_token_a_word(tmp_path):
         assert len({tokenizer.encode(command).ids[0] for command in one.commands}) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (smollm2.FOLDER / "tokenizer.json").is_file(), reason=smollm2.HOW)
 def test_smollm2_tells_the_two_commands_apart_at_the_first_token_in_few_tokens():
     from lm.model import load_tokenizer
@@ -183,6 +176,7 @@ def test_smollm2_tells_the_two_commands_apart_at_the_first_token_in_few_tokens()
         assert len(prompt) + 8 + len(judge.question_message(chat)) + 2 <= 100
 
 
+@pytest.mark.slow
 def test_it_is_trained_by_gcd(tmp_path, capsys):
     cold = "--demonstrations 64 --judge-demonstrations 32 --cold-start-lr 3e-3 --cold-start-epochs 8".split()
     flags = ["--env", "lab/envs/natural_twins.py", "--admissible-only", "--max-turns", 1]
@@ -206,7 +200,6 @@ def result(*q_N, auc=(), untrained=0.3, success=(0.5,)):
     return {"path": path, "success": [*success], "unreadable": []}
 
 
-@pytest.mark.fast
 def test_the_arms_are_those_of_the_design():
     names = [study.name_of(arm) for arm in study.all_arms()]
     assert len(names) == len(set(names)) == 2 * 5 + 2 + 3
@@ -218,7 +211,6 @@ def test_the_arms_are_those_of_the_design():
     assert {name for pair in study.pairs() for name in pair} <= {*names}
 
 
-@pytest.mark.fast
 def test_the_numbers_of_an_arm_by_hand():
     away_then_right = result(0.2, 0.6, 0.4, auc=(0.5, 0.6, 0.95), success=[0.1] * 5 + [0.4, 0.6] * 5)
     never_right = result(0.2, 0.4, 0.7, auc=(0.5, 0.9, 0.5), untrained=0.8, success=[0.3] * 15)
@@ -234,7 +226,6 @@ def test_the_numbers_of_an_arm_by_hand():
     assert row["success"]["seeds"][0] == pytest.approx(0.5) and row["unreadable"] is None
 
 
-@pytest.mark.fast
 def test_arms_of_one_start_that_began_with_different_models_are_named_and_left_out():
     """In seed 0 the arm with GCD began at .3, the two others at .2."""
     grpo, gcd_arm, without = (study.name_of(study.settings_of("judge", arm, kl)) for arm, kl in (
@@ -250,7 +241,6 @@ def test_arms_of_one_start_that_began_with_different_models_are_named_and_left_o
     assert study.unlike(table) == {} and study.unlike_text(table) == ""
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("gcd_ends, shuffled_ends, expected", [
     ((0.1, 0.12, 0.1), (0.9, 0.91, 0.9), "yes"), ((0.9, 0.92, 0.9), (0.9, 0.91, 0.9), "no"),
     ((0.1, 0.12, 0.1), (0.1, 0.11, 0.1), "no"), ((0.1,), (0.9,), "not measurable")])
@@ -267,7 +257,6 @@ def test_the_verdict_needs_a_difference_from_grpo_and_from_shuffled_labels(gcd_e
         assert study.verdict(table) == "partly"
 
 
-@pytest.mark.fast
 def test_measures_by_hand():
     """Two pairs: q by an explicit softmax, cosines by hand, the AUC by counting."""
     first = torch.tensor([[[0.0, 1.0], [2.0, 0.0]], [[0.5, 0.5], [-1.0, 3.0]]]).double()
@@ -314,6 +303,7 @@ def finished(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_the_study_writes_numbers_figure_and_page(finished):
     found = json.loads((finished / "out" / "natural_twins_small.json").read_text())
     assert [row["n"] for row in found["rows"]] == [1, 1, 1, 1]
@@ -332,6 +322,7 @@ def test_the_study_writes_numbers_figure_and_page(finished):
         assert [share is not None for share in cell["result"]["unreadable"]] == [True] * 4 * judges
 
 
+@pytest.mark.slow
 def test_each_part_of_a_cold_start_begins_with_the_model_of_the_part_before(finished):
     assert study.parts_of("taught") == ["lessons", "first after lessons", "taught"]
     for part, before in study.FROM.items():
@@ -343,6 +334,7 @@ def test_each_part_of_a_cold_start_begins_with_the_model_of_the_part_before(fini
             assert not model
 
 
+@pytest.mark.slow
 def test_a_lesson_asks_about_both_commands_in_both_kinds_and_shows_the_right_verdicts(finished):
     chat, pairs = actor_of(finished, "judge").chat, study.pairs_of("trained")[:6]
     samples = study.lesson(chat, pairs)
@@ -357,6 +349,7 @@ def test_a_lesson_asks_about_both_commands_in_both_kinds_and_shows_the_right_ver
         assert sample.advantage == [float(sampled) for sampled in sample.sampled]
 
 
+@pytest.mark.slow
 def test_lessons_teach_the_verdicts_that_they_ask_for(finished):
     """Some hundred steps on one pair of states: the right verdict's probability rises above .9."""
     actor = actor_of(finished, "judge")
@@ -375,6 +368,7 @@ def actor_of(finished, start):
     return common.load_actor(study.cold_folder(settings, finished / "runs") / files.CHECKPOINT, flags)
 
 
+@pytest.mark.slow
 def test_read_against_one_plain_forward_for_each_text(finished):
     """Texts with common prefixes in a forward pass give what each gives alone."""
     actor = actor_of(finished, "judge")
@@ -395,6 +389,7 @@ def test_read_against_one_plain_forward_for_each_text(finished):
             torch.testing.assert_close(hidden[n, side], x[len(prompt) - 1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, gap", [("float32", 0), ("bfloat16", 0.03)])
 def test_a_measurement_changes_no_run_and_is_of_the_models_before_and_after(finished, tmp_path, dtype, gap):
     """The same run with and without measurements: of the cold start first, of the checkpoint last."""
@@ -415,6 +410,7 @@ def test_a_measurement_changes_no_run_and_is_of_the_models_before_and_after(fini
     assert gcd.iteration.__name__ == "iteration"
 
 
+@pytest.mark.slow
 def test_a_question_on_the_detail_names_no_command(finished):
     chat = actor_of(finished, "detail").chat
     for one in twins.states_of("other"):
@@ -428,7 +424,6 @@ def test_a_question_on_the_detail_names_no_command(finished):
         assert all(command in usual for command in one.commands)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags, message", [
     (["--iterations", "13"], "--iterations=13: expected a multiple of 12"),
     (["--seeds", "0"], "--seeds=0: expected 1 to 90"), (["--jobs", "-1"], "--jobs=-1: expected 0 to 256"),

@@ -38,7 +38,6 @@ def tiny(monkeypatch):
                 monkeypatch.setattr(module, name, value)
 
 
-@pytest.mark.fast
 def test_the_cells_are_those_of_the_design():
     """For five seeds: at each rho a base with positions and four axes, one without and its length axis; at
     two of them also composition without a pair.
@@ -58,13 +57,13 @@ def test_the_cells_are_those_of_the_design():
             assert names.index(cells.name_of(settings | {"what": "GRPO"})) < names.index(name)
 
 
-@pytest.mark.fast
 def test_the_steps_of_pretraining_are_those_of_the_page():
     demonstrations, batch = (cells.PRETRAINING[cells.PRETRAINING.index(flag) + 1]
                              for flag in ("--demonstrations", "--cold-start-batch"))
     assert 2 * (demonstrations // batch) == cells.STEPS        # the cold start has two stages
 
 
+@pytest.mark.slow
 def test_the_full_study_at_minimal_size(tiny, tmp_path, capsys):
     """Every kind of cell, the page and the figures; after the loss of a cell, a second call runs only that
     cell, with the same result."""
@@ -96,6 +95,7 @@ def test_the_full_study_at_minimal_size(tiny, tmp_path, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_without_cells_there_is_no_page(tmp_path, capsys):
     with pytest.raises(SystemExit):
         origin.main(["--jobs", "0", "--out", str(tmp_path)])
@@ -112,6 +112,7 @@ def toys(tmp_path_factory):
     return common.load_actor(folder / files.CHECKPOINT, [*flags, "--admissible-only"])
 
 
+@pytest.mark.slow
 def test_the_listed_probabilities_agree_with_sampling(toys):
     """They add up to 1, and agree with the shares of 2,000 samples within five standard errors."""
     problem = cells.toy_problems()[5]
@@ -125,6 +126,7 @@ def test_the_listed_probabilities_agree_with_sampling(toys):
         assert counts[text] / 2000 == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / 2000) + 1e-3)
 
 
+@pytest.mark.slow
 def test_rare_responses_are_counted_by_the_bases_probabilities(toys):
     """Against the product of the softmax, token by token."""
     task = toys.config.environment.split_tasks("id")[0]
@@ -142,6 +144,7 @@ def test_rare_responses_are_counted_by_the_bases_probabilities(toys):
     assert found == {"right": 5, "below": 3}
 
 
+@pytest.mark.slow
 def test_a_response_is_correct_if_the_game_accepts_it(toys):
     task = toys.config.environment.split_tasks("id")[0]
     for text in (task.problem.response, "zz", ""):
@@ -150,6 +153,7 @@ def test_a_response_is_correct_if_the_game_accepts_it(toys):
     assert not cells.is_correct(toys, task, Response(toys.chat.respond(task.problem.response), [], True))
 
 
+@pytest.mark.slow
 def test_the_agent_plays_each_task_with_both_models(toys, monkeypatch):
     pending = []
 
@@ -181,7 +185,6 @@ def row(axis, base, gain, base_256=0.5, rare=0.0, half=None):
             "newly_solved": 1, "lost": 0, "by_second_half": 0.5}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("rows, agrees", [
     ([row("depth", 0.0, 0.0, 0.0), row("length", 0.5, 0.1)], "yes"),
     ([row("depth", 0.0, 0.1, 0.0), row("length", 0.5, 0.1)], "partly"),
@@ -191,7 +194,6 @@ def test_the_rule_for_out_of_distribution(rows, agrees):
     assert origin.alignment_verdict(rows)[0] == agrees
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("rows, agrees", [
     ([row("depth", 0, 0, rare=0.05), row("length", 0, 0, rare=0.0)], "yes"),
     ([row("depth", 0, 0, rare=0.5), row("length", 0, 0), row("composition", 0, 0)], "partly"),
@@ -201,7 +203,6 @@ def test_the_rule_for_novel_solutions(rows, agrees):
     assert origin.discovery_verdict(rows)[0] == agrees
 
 
-@pytest.mark.fast
 def test_problems_that_the_base_never_solves_are_listed_by_axis():
     """Two axes of two problems each: by the base's right responses of 256, 0 and 128, and 0 and 256."""
     def run(axis, before, after):
@@ -215,7 +216,6 @@ def test_problems_that_the_base_never_solves_are_listed_by_axis():
                                                              "| length, no positions | – | +0.0 (1) |"]
 
 
-@pytest.mark.fast
 def test_a_base_passes_grpo_where_the_interval_of_the_gain_is_below_0():
     """pass@k at k of 1 and 256; only in the second case do the seeds agree."""
     def row(*after):
@@ -229,7 +229,6 @@ def test_a_base_passes_grpo_where_the_interval_of_the_gain_is_below_0():
     assert row([48, 48], [47, 47])["passed"] == 1
 
 
-@pytest.mark.fast
 def test_problems_whose_last_operation_changes_nothing_are_known():
     """All of mirror, reverse: mirror's result is a palindrome."""
     places = origin.composing()
@@ -239,7 +238,6 @@ def test_problems_whose_last_operation_changes_nothing_are_known():
     assert {"iiijii double rotate", "bbcgkj rotate swap"} < {*idle} and len(idle) == 12
 
 
-@pytest.mark.fast
 def test_new_solutions_are_counted_by_what_the_base_solves_of_their_pair():
     """Twelve problems of six pairs: the base solves one of pair 0, none of pair 1 and both of the others."""
     base, after = [[5, 0] + [9] * 4 + [0, 0] + [9] * 4, [5, 0] + [9] * 4 + [1, 3] + [9] * 4]
@@ -249,7 +247,6 @@ def test_new_solutions_are_counted_by_what_the_base_solves_of_their_pair():
     assert [*origin.new_by_pair(runs, [1, 2, 6]).values()] == [[0, 0], [1, 2]]
 
 
-@pytest.mark.fast
 def test_a_gain_on_the_omitted_pair_is_apart_from_that_on_the_others():
     """Twelve problems, two of each pair; seed 1 omits pair 1, seed 8 pair 2."""
     def result(omitted, other, pair):
@@ -265,7 +262,6 @@ def test_a_gain_on_the_omitted_pair_is_apart_from_that_on_the_others():
     assert one["five"]["seeds"] == {1: 0.25}                     # no problem of seed 8's pair is counted
 
 
-@pytest.mark.fast
 def test_methods_are_compared_with_their_own_base_and_grpo():
     """Two problems, pass@1 and pass@256 by hand: a base with 64 and 0 of 256 right, and so on."""
     def result(base, cold, trained):
@@ -283,6 +279,7 @@ def test_methods_are_compared_with_their_own_base_and_grpo():
     assert origin.method_rows("depth", 0.1, {}) == []
 
 
+@pytest.mark.slow
 def test_colder_sampling_is_the_sampling_of_a_sharper_model(toys):
     """At temperature .4 the shares of responses are those of probabilities to the power 2.5, renormalized
     token by token, here from a softmax of the logits over .4."""
@@ -310,7 +307,6 @@ def sampled(less, half=0.02, gains=(0.2, 0.2)):
             for how in (*map(cells.base_at, cells.TEMPERATURES), "GRPO")]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("rows, agrees", [
     (sampled((-0.01, 0.1)), "yes"), (sampled((-0.01, -0.1)), "partly"), (sampled((-0.1, -0.1)), "no"),
     (sampled((-0.1, 0.1), gains=(0.2, 0.01)), "no"), (sampled((0.1, 0.1), gains=(0, 0)), "not measurable"),
@@ -322,7 +318,6 @@ def test_the_rule_for_sharpening(rows, agrees):
     assert origin.sharpening_verdict(rows)[0] == agrees
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("early, late, agrees", [(0.2, 0.01, "yes"), (0.05, 0.01, "partly"),
                                                  (0.05, 0.1, "no")])
 def test_the_rule_for_saturation(early, late, agrees):
@@ -332,7 +327,6 @@ def test_the_rule_for_saturation(early, late, agrees):
     assert origin.saturation_verdict(rows[1:])[0] == "not measurable"
 
 
-@pytest.mark.fast
 def test_the_toys_row_compares_runs_with_their_closed_form():
     def result(p):
         before, after = [0.3, 0.2, 0.5], [p, (1 - p) * 2 / 7, (1 - p) * 5 / 7]
@@ -355,7 +349,6 @@ def test_the_toys_row_compares_runs_with_their_closed_form():
     assert origin.tilt_verdict({})[0] == "not measurable"
 
 
-@pytest.mark.fast
 def test_the_two_centerings_are_told_apart_by_the_distance():
     def toy(mean, half=0.1):
         return {"shift": {"mean": mean, "half": half, "seeds": {}}}
@@ -368,7 +361,6 @@ def test_the_two_centerings_are_told_apart_by_the_distance():
     assert "In groups of 2 the toy was not run" in alone
 
 
-@pytest.mark.fast
 def test_k3s_row_is_compared_token_by_token():
     """Eight responses of three letters: the tokens' probabilities are conditional ones, by hand."""
     before_Y = [0.02, 0.08, 0.1, 0.2, 0.05, 0.15, 0.1, 0.3]
@@ -386,6 +378,7 @@ def test_k3s_row_is_compared_token_by_token():
     assert found["distance_of_whole_responses"] == pytest.approx(-found["rare_less_form"])
 
 
+@pytest.mark.slow
 def test_problems_that_the_second_half_solves_by_hand(monkeypatch):
     """Of 4 tries one right one is in the second half with 1/2, two both with 1/6, three never."""
     monkeypatch.setattr(origin, "EACH", 4)

@@ -10,7 +10,6 @@ import pytest
 
 from lab.bench import predictions
 
-pytestmark = pytest.mark.fast
 STORED = json.loads(predictions.SOURCE.read_text(encoding="utf-8"))
 FOUND = predictions.outcomes(STORED)
 RESULT = {
@@ -110,6 +109,7 @@ def of_unlike_values(groups):
     groups[0]["predictions"][0]["claims"][0]["query"] = ["minus", ["studies/theory.json", "study"], 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [without, without_bound, without_reason, of_no_result, of_no_file,
                                     of_nothing, with_another_key, twice, pending_and_run,
                                     of_a_call_that_is_none, of_unlike_values])

@@ -55,7 +55,6 @@ def cosine(a, b):
     return float(a @ b / (a.norm() * b.norm()))
 
 
-@pytest.mark.fast
 def test_pairs_are_those_of_different_tasks(model):
     turns = labeled(12)
     slow, of = slowly(model, turns), {}
@@ -75,7 +74,6 @@ def test_pairs_are_those_of_different_tasks(model):
     assert found["rms"] == pytest.approx(statistics.fmean(x * x for x in of["all"]) ** 0.5, abs=1e-4)
 
 
-@pytest.mark.fast
 def test_the_leak_goes_from_good_turns_to_flawed_ones_of_one_command(model):
     turns = labeled(24)
     slow, of, rise, own = slowly(model, turns), {}, {}, {}
@@ -97,7 +95,6 @@ def test_the_leak_goes_from_good_turns_to_flawed_ones_of_one_command(model):
     assert none["leak"] is none["share"] is None
 
 
-@pytest.mark.fast
 def test_the_few_turns_are_two_good_and_a_flawed_one_of_three_tasks(model):
     turns = labeled(60)
     few = pretrained.few_turns(turns, 0)
@@ -109,6 +106,7 @@ def test_the_few_turns_are_two_good_and_a_flawed_one_of_three_tasks(model):
     assert pretrained.whole_model(model, [], torch.zeros(0, 0)) is None
 
 
+@pytest.mark.slow
 def test_the_whole_models_map_is_the_cosine_of_its_gradients(model):
     """Up to the step's nonlinearity; against autograd over every parameter, in double precision."""
     turns = pretrained.few_turns(labeled(60), 0)
@@ -130,7 +128,6 @@ def test_the_whole_models_map_is_the_cosine_of_its_gradients(model):
     assert again["agreement"] == pytest.approx(1, abs=1e-3)              # of the map with itself
 
 
-@pytest.mark.fast
 def test_nats_are_those_of_good_turns(model):
     turns = labeled(8)
     with torch.no_grad():
@@ -141,7 +138,6 @@ def test_nats_are_those_of_good_turns(model):
     assert pretrained.good_nats([], []) is None
 
 
-@pytest.mark.fast
 def test_rows_are_intervals_over_the_seeds_that_have_a_value():
     def cell(value):
         return {"nats": value, "pairs": dict.fromkeys(
@@ -188,6 +184,7 @@ def study(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     measure, count = pretrained.measure, []
 
@@ -225,6 +222,7 @@ def test_a_tiny_study_is_interrupted_and_resumed(study, monkeypatch):
     assert study("--arms", "grpo+gcd", "--jobs", "0")[1]["rows"] == found["rows"]
 
 
+@pytest.mark.slow
 def test_the_untrained_model_is_that_before_any_step(study, tmp_path):
     """Its cold start at learning rate 0 changes no weight: against a cold start without any epoch."""
     settings = {"model": "small", "stage": "untrained", "arm": runs.COLD, "seed": 0, "iterations": 0,
@@ -237,7 +235,7 @@ def test_the_untrained_model_is_that_before_any_step(study, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_every_run_of_the_study_has_flags_that_gcd_accepts(monkeypatch, tmp_path):
     """And RL begins from the cold start with judge questions, whose run is the one that is measured."""
     monkeypatch.setattr(smollm2, "named", lambda model: model)             # without its package
@@ -257,7 +255,6 @@ def test_every_run_of_the_study_has_flags_that_gcd_accepts(monkeypatch, tmp_path
     assert (rl.tasks * rl.group_size, rl.kl, rl.gcd, rl.prompt) == (32, "loss", True, "plain")
 
 
-@pytest.mark.fast
 def test_the_arguments_are_the_models_own_and_wrong_ones_are_one_line(study, tmp_path, capsys):
     for flags, message in (("--models gpt", "--models=gpt: expected some of SmolLM2,small"),
                            ("--arms ppo", "--arms=ppo: expected some of grpo"),

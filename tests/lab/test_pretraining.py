@@ -32,7 +32,7 @@ def result_of(less):
                             for n, values in less.items()}}
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_config_gives_both_models_the_same_demonstrations(monkeypatch, tmp_path):
     monkeypatch.setattr(smollm2, "FOLDER", tmp_path / "none")              # not converted
     cells = cells_of(read_config(pretraining.CONFIG))
@@ -53,7 +53,6 @@ def test_the_config_gives_both_models_the_same_demonstrations(monkeypatch, tmp_p
             for found in settings.values()} == {("part", 0, 0, 1, 48, 0, "full")}
 
 
-@pytest.mark.fast
 def test_points_are_rows_of_one_pass_with_a_value():
     result = result_of({})
     assert {n: found["mean"] for n, found in pretraining.points(result, "small", "L1", "1").items()} == {
@@ -63,7 +62,6 @@ def test_points_are_rows_of_one_pass_with_a_value():
     assert pretraining.points(result, "smollm2", "L2", "0.4") == {}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("last, agrees", [((0.1, 0.1001), "yes"), ((-0.1, 0.1), "partly"),
                                           ((-0.1, -0.1001), "no"), ((0.1,), "not measurable"),
                                           ((), "not measurable")])
@@ -72,6 +70,7 @@ def test_the_verdict_is_that_after_the_most_demonstrations(last, agrees):
     assert [one["agrees"] for one in found] == [agrees] and "24: +30.0 ± 0.0 / +10.0" in found[0]["found"]
 
 
+@pytest.mark.slow
 def test_the_study_plots_what_there_is_and_names_a_missing_file(tmp_path, capsys):
     config = tmp_path / "table.json"
     flags = ["--config", str(config), "--out", str(tmp_path / "out")]

@@ -77,6 +77,7 @@ def is_ancestor(commit, history):
     return re.fullmatch(r"[0-9a-f]{7,40}", commit) and any(full.startswith(commit) for full in history)
 
 
+@pytest.mark.slow
 def test_each_commit_that_a_result_names_is_an_ancestor_or_listed_with_a_reason(history):
     found, listed = named(), json.loads(EXCEPTIONS.read_text())
     assert len(found) > 30                                  # the walk finds them
@@ -88,7 +89,6 @@ def test_each_commit_that_a_result_names_is_an_ancestor_or_listed_with_a_reason(
     assert not [commit for commit in listed if is_ancestor(commit, history)], "these need no reason"
 
 
-@pytest.mark.fast
 def test_the_walk_finds_what_names_no_ancestor(history):
     assert is_ancestor(history[-1], history) and is_ancestor(history[3][:7], history)
     for commit in ("0" * 40, history[0] + "+", history[0][:6], ""):
@@ -117,7 +117,6 @@ def tree(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.fast
 def test_a_commit_is_the_full_one_and_marked_if_code_differs(tree):
     head = git("rev-parse", "HEAD", folder=tree)
     assert files.commit() == files.clean_commit() == head and len(head) == 40
@@ -132,7 +131,6 @@ def test_a_commit_is_the_full_one_and_marked_if_code_differs(tree):
     assert files.commit() == head + "+"
 
 
-@pytest.mark.fast
 def test_outside_git_a_result_needs_the_flag(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "__file__", str(tmp_path / "infra" / "files.py"))
     assert files.commit() == real_clean_commit(dirty=True) == ""
@@ -140,7 +138,6 @@ def test_outside_git_a_result_needs_the_flag(tmp_path, monkeypatch):
         real_clean_commit()
 
 
-@pytest.mark.fast
 def test_a_copy_in_a_checkout_of_other_code_is_no_checkout(tree, monkeypatch):
     (tree / "unpacked" / "infra").mkdir(parents=True)
     (tree / "unpacked" / "infra" / "files.py").write_text("1\n")
@@ -148,7 +145,6 @@ def test_a_copy_in_a_checkout_of_other_code_is_no_checkout(tree, monkeypatch):
     assert files.commit() == ""
 
 
-@pytest.mark.fast
 def test_a_checkout_of_another_user_is_one(tree, monkeypatch):
     """As in a container, where root runs what a user has cloned."""
     head = git("rev-parse", "HEAD", folder=tree)
@@ -156,7 +152,6 @@ def test_a_checkout_of_another_user_is_one(tree, monkeypatch):
     assert files.commit() == head
 
 
-@pytest.mark.fast
 def test_a_study_refuses_or_marks_cells_of_a_changed_tree(tree, tmp_path):
     path, head = tmp_path / "s.jsonl", git("rev-parse", "HEAD", folder=tree)
     assert common.run_cells(path, {"a": {"x": 1}}, lambda *_: {"y": 2}, CLEAN) == {"a": {"y": 2}}
@@ -173,7 +168,6 @@ def test_a_study_refuses_or_marks_cells_of_a_changed_tree(tree, tmp_path):
     assert [line["commit"] for line in files.read_lines(path)[0]] == [head, head + "+"]
 
 
-@pytest.mark.fast
 def test_a_cell_names_the_commit_that_its_run_began_from(tree, tmp_path):
     head = git("rev-parse", "HEAD", folder=tree)
 
@@ -191,6 +185,7 @@ def bench(tmp_path, monkeypatch):
     yield from toy_bench(tmp_path / "bench", monkeypatch)
 
 
+@pytest.mark.slow
 def test_table1_refuses_a_changed_tree_before_anything_runs(tree, bench, capsys):
     (tree / "code.py").write_text("2\n")
     assert bench.main("--rows", "grpo", "--seeds", "0") == 2 and bench.calls() == []
@@ -198,6 +193,7 @@ def test_table1_refuses_a_changed_tree_before_anything_runs(tree, bench, capsys)
     assert bench.main("--rows", "grpo", "--seeds", "0", "--dirty") == 0 and len(bench.calls()) == 2
 
 
+@pytest.mark.slow
 def test_table1_stores_no_run_that_names_a_changed_tree(bench, monkeypatch, capsys):
     script = bench.folder / "stand_in.py"
     script.write_text(script.read_text().replace('"commit": "abc"', '"commit": "abc+"'))
@@ -210,7 +206,6 @@ def test_table1_stores_no_run_that_names_a_changed_tree(bench, monkeypatch, caps
     assert json.loads(cell.read_text())["commits"] == ["abc+"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("command", [cures, label_kinds, natural_twins, *BENCHMARKS])
 def test_every_command_refuses_a_changed_tree_in_one_line(command, capsys, monkeypatch, tmp_path):
     def changed(*_):

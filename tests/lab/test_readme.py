@@ -17,13 +17,13 @@ from lab.bench.study import ROOT
 PAGES = readme.PAGES
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_has_current_numbers(page):
     text = page.read_text(encoding="utf-8")
     assert text == readme.filled(text), "run: python -m lab.bench.readme"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [page for page in PAGES if readme.TABLE.search(page.read_text("utf-8"))],
                          ids=lambda page: page.name)
 def test_a_wrong_number_is_corrected(page):
@@ -41,7 +41,6 @@ def anchors(text):
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "lab" / "predictions.md"],
                          ids=lambda page: page.name)
 def test_a_page_has_links_that_lead_somewhere_and_whole_code_blocks(page):
@@ -88,7 +87,6 @@ def page(tmp_path, monkeypatch):
     return PAGE
 
 
-@pytest.mark.fast
 def test_heads_choose_the_columns(page):
     lines = readme.filled(page).splitlines()
     assert lines[5] == "| grpo | 50.0 ± 10.0 | 75.0 ± 5.0 | 40.0 (1/2) | – | 25/– | 86.7 / 63.4† |"
@@ -97,7 +95,6 @@ def test_heads_choose_the_columns(page):
     assert readme.filled(readme.filled(page)) == readme.filled(page)
 
 
-@pytest.mark.fast
 def test_an_unknown_head_or_row_is_an_error(page):
     known = "L0, L1, at 0.4, invalid, flawed, repeated or paper"
     with pytest.raises(ValueError, match=f"column 'L3': expected {known}"):
@@ -106,7 +103,6 @@ def test_an_unknown_head_or_row_is_an_error(page):
         readme.filled(page.replace("| grpo | ?", "| gigpo | ?"))
 
 
-@pytest.mark.fast
 def test_a_row_may_have_a_label_and_a_column_may_read_a_different_row(page, tmp_path):
     longer = {"rows": RESULT["rows"] | {"grpo_part": {"L1": value(0.01)}}}
     (tmp_path / "table1_toy_result.json").write_text(json.dumps(RESULT | longer))
@@ -115,7 +111,6 @@ def test_a_row_may_have_a_label_and_a_column_may_read_a_different_row(page, tmp_
     assert readme.filled(page).splitlines()[3] == "| RL, 3 minutes `grpo` | 50.0 ± 10.0 | 1.0 | – |"
 
 
-@pytest.mark.fast
 def test_code_is_quoted_verbatim():
     page = ("<!-- lab/bench/readme.py source_of -->\n```python\nold\n```\n\n"
             "<!-- lab/bench/gone.py -->\nno block\n")
@@ -129,13 +124,11 @@ def test_code_is_quoted_verbatim():
     assert (readme.ROOT / "lab" / "bench" / "readme.py").read_text() in entire
 
 
-@pytest.mark.fast
 def test_a_table_whose_name_is_misspelt_is_an_error():
     with pytest.raises(KeyError):
         readme.filled("<!-- misspelt -->\n| | L0 |\n|---|---|\n| a | 1 |\n")
 
 
-@pytest.mark.fast
 def test_the_command_fills_the_pages(page, tmp_path, monkeypatch, capsys):
     path = tmp_path / "README.md"
     path.write_text(page)
@@ -144,7 +137,6 @@ def test_the_command_fills_the_pages(page, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "README.md: toy\n" and path.read_text() == readme.filled(page)
 
 
-@pytest.mark.fast
 def test_differences_of_a_method_with_gcd_are_counted_by_sign(tmp_path, monkeypatch):
     """The same method without it is BASE or, where there is such a row, BASE+grpo; coin tosses are no GCD."""
     good, bad, none = (value(mean, 0.1, at_04=value(mean / 10, 0.1)) for mean in (0.2, -0.2, 0.0))
@@ -168,7 +160,6 @@ def test_differences_of_a_method_with_gcd_are_counted_by_sign(tmp_path, monkeypa
 EXERCISES = (ROOT / "docs" / "exercises.md").read_text(encoding="utf-8")
 
 
-@pytest.mark.fast
 def test_the_exercises_functions_and_their_tests_exist():
     """That the tests fail without the function was seen once, of each."""
     rows = re.findall(r"^\|[^|]*\| (`.*`) \| `(\S+)` \|$", EXERCISES, re.MULTILINE)
@@ -178,7 +169,6 @@ def test_the_exercises_functions_and_their_tests_exist():
             assert callable(getattr(importlib.import_module(module), name)) and (ROOT / tests).is_file()
 
 
-@pytest.mark.fast
 def test_the_exercises_commands_have_flags_that_exist_and_folders_of_their_own():
     commands = re.findall(r"^ *python gcd.py ((?:.*\\\n)*.*)$", EXERCISES, re.MULTILINE)
     model = str(ROOT / "lab/results/alfworld_model")

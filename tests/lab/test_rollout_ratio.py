@@ -11,7 +11,7 @@ from lab.bench import rollout
 TURNS, EPISODES = 4, 3
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_both_sides_see_the_recorded_observations_and_prompts_of_about_equal_lengths(monkeypatch):
     """Ours had "Nothing happens." in place of most observations until 2026-11-27: a cut response was none."""
     kept, play = [], played.play

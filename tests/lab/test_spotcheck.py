@@ -14,8 +14,6 @@ from envs.alfred import expert, rooms
 from envs.alfred.game import Game
 from lab.bench import spotcheck
 
-pytestmark = pytest.mark.fast
-
 
 class Rooms(household.Environment):
     """Takes the place of the real engine's environment; ignores --games."""

@@ -70,7 +70,6 @@ def assert_share(count, n, share):
 
 # Operations
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name, even, odd", [
     ("rotate", "bcfa", "bcdfa"), ("reverse", "fcba", "fdcba"), ("swap", "fbca", "fbcda"),
     ("shift", "bcda", "bcdea"), ("double", "aabb", "aabbc"), ("mirror", "abba", "abcba")])
@@ -80,7 +79,6 @@ def test_operations_by_hand(name, even, odd):
     assert (operation("abcf", "abcdef"), operation("abcdf", "abcdef")) == (even, odd)
 
 
-@pytest.mark.fast
 def test_operations_equal_brute_force_on_random_strings():
     assert FROM.keys() == {*strings.NAMES, "copy"}
     rng = random.Random(0)
@@ -91,7 +89,6 @@ def test_operations_equal_brute_force_on_random_strings():
         assert strings.solution(problem.text, (name,), letters) == steps(problem)
 
 
-@pytest.mark.fast
 def test_a_solution_has_every_intermediate_string():
     problem = strings.Problem("depth", "abcd", ("rotate", "double", "reverse"), "abcd")
     assert strings.solution("abcd", ("rotate", "double", "copy"), "abcd") == ["bcda", "bbcc", "bbcc"]
@@ -102,7 +99,6 @@ def test_a_solution_has_every_intermediate_string():
 
 # The verifier
 
-@pytest.mark.fast
 @pytest.mark.parametrize("split, k", [("id", 1), ("id", 2), ("composition", 2), ("representation", 2),
                                       ("depth", 3), ("depth", 4)])
 def test_exactly_the_responses_with_the_correct_last_string_win(split, k):
@@ -119,13 +115,11 @@ def test_exactly_the_responses_with_the_correct_last_string_win(split, k):
         assert problem.response in right and len(right) == 8 ** (k - 1)
 
 
-@pytest.mark.fast
 def test_too_many_possible_responses_are_not_listed():
     assert environment(letters=2, length=3, split="depth", k=6)._rl_task("t").problem.responses() == []
     assert environment()._rl_task("t").problem.responses() == []
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("split", ["id", *strings.AXES])
 def test_the_last_string_alone_counts_and_each_of_its_letters(split):
     for task in environment(split=split).train_tasks("part", 0, 40):
@@ -140,7 +134,6 @@ def test_the_last_string_alone_counts_and_each_of_its_letters(split):
         assert not wins(problem, f"{last} {problem.letters[0]}")
 
 
-@pytest.mark.fast
 def test_an_omitted_pair_is_not_trained_on():
     def pairs(omitted):
         tasks = environment(split="composition", omit_pair=omitted).train_tasks("part", 0, 200)
@@ -153,7 +146,6 @@ def test_an_omitted_pair_is_not_trained_on():
         environment(split="depth", omit_pair=2)
 
 
-@pytest.mark.fast
 def test_the_expert_wins_with_one_response():
     expert = environment().expert([])
     for i, task in enumerate(environment(rho=0.2).train_tasks("all", 0, 100)):
@@ -164,6 +156,7 @@ def test_the_expert_wins_with_one_response():
 
 # Training tasks and splits
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"letters": 3, "length": 5, "problems": 48}], ids=str)
 def test_no_problem_is_in_two_splits_or_trained_on(settings):
     """The second settings have few problems (8,748 in pretraining), so that draws repeat often."""
@@ -180,6 +173,7 @@ def test_no_problem_is_in_two_splits_or_trained_on(settings):
         assert not contents(tasks) & contents(split), (tasks[0], name)
 
 
+@pytest.mark.slow
 def test_splits_are_the_same_for_every_seed_and_training_is_not():
     one, other = environment(0, rho=0.1), environment(1, rho=0.1)
     assert all(one.split_tasks(name) == other.split_tasks(name) for name in SPLITS)
@@ -189,7 +183,7 @@ def test_splits_are_the_same_for_every_seed_and_training_is_not():
         assert len(contents(tasks) & contents(other.train_tasks(types, 0, 50))) < 5
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_pretraining_at_rho_0_has_no_problem_of_an_axis(seed):
     tasks = environment(seed).train_tasks("all", 0, 3000)
@@ -207,7 +201,7 @@ def test_pretraining_at_rho_0_has_no_problem_of_an_axis(seed):
     assert_share(sum(len(problem.operations) == 2 for problem in others), len(others), 1 / 2)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("rho", [0.01, 0.1, 0.2])
 def test_rho_is_the_share_of_each_axis_in_pretraining(rho):
     tasks = environment(3, rho=rho).train_tasks("all", 0, 3000)
@@ -219,7 +213,7 @@ def test_rho_is_the_share_of_each_axis_in_pretraining(rho):
     assert all(task.task_type == (*axes(task.problem), task.task_type)[0] for task in tasks)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_split_leaves_pretraining_on_its_axis_alone_and_has_equal_shares():
     problems = {name: [task.problem for task in environment(problems=60).split_tasks(name)]
                 for name in SPLITS}
@@ -235,7 +229,6 @@ def test_a_split_leaves_pretraining_on_its_axis_alone_and_has_equal_shares():
     assert {problem.operations for problem in problems["dev"] if axes(problem) == ["composition"]} == HELD_OUT
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("split", ["id", *strings.AXES])
 def test_rl_trains_on_its_split(split):
     tasks = environment(split=split, rho=0.1).train_tasks("part", 0, 600)
@@ -251,7 +244,6 @@ def test_rl_trains_on_its_split(split):
 
 # Mistakes
 
-@pytest.mark.fast
 @pytest.mark.parametrize("flags, message", [
     ("--rho 0.5", "--rho=0.5: expected 0 to 0.2"),
     ("--problems 3", "--problems=3: fewer than the 6 held-out pairs of operations"),
@@ -270,7 +262,6 @@ def test_a_user_error_is_one_line_that_names_the_flag(capsys, flags, message):
     assert error.startswith(f"gcd.py: error: {message}"), error
 
 
-@pytest.mark.fast
 def test_too_few_problems_for_the_splits_fail_before_any_work(tmp_path, capsys):
     message = "--letters=2 --length=2: too few problems of id for --problems=64"
     with pytest.raises(ValueError, match=message):
@@ -283,6 +274,7 @@ def test_too_few_problems_for_the_splits_fail_before_any_work(tmp_path, capsys):
 
 # Trained
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", ["--admissible-only", "--max-response-tokens 4"])
 def test_it_is_trained_by_gcd_for_a_reward_of_0_or_1(tmp_path, flags):
     """With --admissible-only some episodes win; truncated responses are invalid, at no cost in reward."""
@@ -303,7 +295,6 @@ def test_it_is_trained_by_gcd_for_a_reward_of_0_or_1(tmp_path, flags):
     assert shape["rope_parameters"]["rope_type"] == "none"
 
 
-@pytest.mark.fast
 def test_a_base_model_with_a_foreign_vocabulary_is_refused(tmp_path):
     """By its tokens, unless the state of the run that trained it names the same environment."""
     ours, theirs = (config.parse(["--env", f"lab/envs/{name}.py", "--hidden-size", "16"])

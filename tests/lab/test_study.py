@@ -12,10 +12,10 @@ from lab.bench import cells, study
 from lab.bench.study import ROOT
 from lm import smollm2
 
-pytestmark = pytest.mark.fast
 SMALL = ("--preset", "small")
 
 
+@pytest.mark.slow
 def test_a_benchmark_with_two_runs_has_two_cells_per_row_each_with_its_cold_start(bench):
     runs = [{"train_types": "all", "splits": ["L0"]}, {"train_types": "part", "splits": ["L2"]}]
     bench.write(CONFIG | {"runs": runs})
@@ -29,6 +29,7 @@ def test_a_benchmark_with_two_runs_has_two_cells_per_row_each_with_its_cold_star
     assert bench.result()["rows"]["grpo"]["L2"]["seeds"] == {"1": 0.25}     # grpo-part is a separate run
 
 
+@pytest.mark.slow
 def test_a_row_may_be_limited_to_some_splits(bench):
     runs = [{"train_types": "all", "splits": ["L0"]}, {"train_types": "part", "splits": ["L2"]}]
     rows = CONFIG["rows"] | {"grpo": CONFIG["rows"]["grpo"] | {"splits": ["L2"]}}
@@ -37,6 +38,7 @@ def test_a_row_may_be_limited_to_some_splits(bench):
     assert bench.calls() == [("cold", 1), ("grpo-part", 1)]
 
 
+@pytest.mark.slow
 def test_two_runs_may_begin_from_one_cold_start(bench):
     runs = [{"train_types": "all", "splits": ["L0"]}, {"train_types": "part", "splits": ["L2"]}]
     bench.write(CONFIG | {"runs": runs, "one_cold_start": True})
@@ -47,6 +49,7 @@ def test_two_runs_may_begin_from_one_cold_start(bench):
     assert all(argv[argv.index("--model") + 1].endswith("seed1/cold/checkpoint") for argv in rest)
 
 
+@pytest.mark.slow
 def test_splits_choose_the_runs_and_a_study_has_its_own_folder(bench, capsys):
     runs = [{"train_types": "all", "splits": ["L0"]}, {"train_types": "part", "splits": ["L2"]}]
     bench.write(CONFIG | {"runs": runs, "study": "toys"})
@@ -107,6 +110,7 @@ def test_unknown_rows_and_seeds_are_errors(bench, capsys):
     assert bench.main("--seeds", "7") == 2 and "--seeds=7" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [path for path in sorted((ROOT / "lab/results").glob("table1_*.json"))
                                   if not path.stem.endswith("_result")], ids=lambda p: p.name)
 def test_committed_configs_have_flags_that_gcd_accepts(path, monkeypatch, tmp_path):

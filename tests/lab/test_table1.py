@@ -22,7 +22,6 @@ PAPER = json.loads((ROOT / "lab/results/paper.json").read_text())
 
 # The numbers
 
-@pytest.mark.fast
 @pytest.mark.parametrize("df", [1, 2, 4, 9, 30])
 def test_the_interval_holds_95_percent_of_students_density(df):
     """Simpson's rule on the density between the bounds of an interval of df + 1 values, 1 apart."""
@@ -34,7 +33,6 @@ def test_the_interval_holds_95_percent_of_students_density(df):
     assert area == pytest.approx(0.95, abs=1e-6)
 
 
-@pytest.mark.fast
 def test_the_interval_by_hand():
     found = intervals.interval({0: 0.5, 1: 0.6, 4: 0.7})
     assert found["mean"] == pytest.approx(0.6)
@@ -43,20 +41,19 @@ def test_the_interval_by_hand():
     assert intervals.interval({}) == {"mean": None, "half": None, "seeds": {}}
 
 
-@pytest.mark.fast
 def test_a_difference_has_a_sign_if_its_interval_excludes_0():
     signs = [intervals.sign_of({"mean": mean, "half": half}) for mean, half in (
         (0.3, 0.2), (-0.3, 0.2), (-0.1, 0.2), (0.0, 0.0), (0.3, None))]
     assert signs == [1, -1, 0, 0, None]
 
 
-@pytest.mark.fast
 def test_a_range_and_an_interval_as_text():
     assert [intervals.range_of(values) for values in ([31, 20, 25], [20.4, 20.1])] == ["20–31", "20"]
     assert [table1.count(n) for n in ([3, 4, 9], [3], [])] == ["3–9", "3", "–"]
     assert intervals.with_half({"mean": 0.5, "half": 0.25}, "+.2f") == "+0.50 ± 0.25"
 
 
+@pytest.mark.slow
 def test_the_table_by_hand(bench, capsys):
     """grpo has 0.5 and 0.6, grpo+gcd 0.25 twice: mean 55, half width 12.706 * 7.07 / sqrt(2) = 63.5."""
     bench.main()
@@ -70,7 +67,7 @@ def test_the_table_by_hand(bench, capsys):
     assert "1,234 parameters; toy games; commit abc" in printed
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_missing_cells_are_a_dash_with_the_number_of_seeds(bench, capsys):
     bench.main("--rows", "grpo", "--seeds", "1")
     capsys.readouterr()
@@ -83,7 +80,6 @@ def test_missing_cells_are_a_dash_with_the_number_of_seeds(bench, capsys):
     assert len(bench.calls()) == 2
 
 
-@pytest.mark.fast
 def test_differences_are_paired_on_the_seeds_that_both_have():
     at_04 = {"seeds": {1: 0.9, 2: 1.0}}
     minuend = {"L0": {"seeds": {0: 0.5, 1: 0.7, 2: 0.9}, "t0.4": at_04},
@@ -96,7 +92,6 @@ def test_differences_are_paired_on_the_seeds_that_both_have():
     assert found["L1"] == {"mean": None, "half": None, "seeds": {}, "t0.4": None}
 
 
-@pytest.mark.fast
 def test_a_temperature_that_was_not_evaluated_is_a_dash():
     """ScienceWorld's RL rows were evaluated at temperature 1 only, its cold start at three temperatures."""
     sampled = {"success": 0.5, "n": 4, "invalid_frac": 0.25}
@@ -111,7 +106,6 @@ def test_a_temperature_that_was_not_evaluated_is_a_dash():
     assert table1.shares_text({"L0": found | {"of": 5}, "L1": fewer}, "invalid") == "25/25 (1/5)"
 
 
-@pytest.mark.fast
 def test_a_judges_metric_of_fewer_seeds_has_their_number():
     config = {"seeds": [0, 1, 2], "runs": [{"train_types": "all", "splits": ["L0"]}]}
     stored = [{"row": "a", "splits": ["L0"], "judge": {"auc": 0.5, "grad_ratio": ratio}}
@@ -121,7 +115,6 @@ def test_a_judges_metric_of_fewer_seeds_has_their_number():
     assert "| a | – | 0.50 | – | – | – | – | 3.00 (2/3) | – |" in "".join(table1.judge_text({"judge": found}))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("path", sorted(study.RESULTS.glob("table1_*_result.json")), ids=lambda p: p.name)
 def test_committed_tables_are_those_of_the_cells(path):
     """If this fails, run python -m lab.bench.table1 --config lab/results/... --jobs 0."""
@@ -138,6 +131,7 @@ def table4_of(bench, *flags):
     return table4.main(["--config", str(bench.config_file), "--rows", "grpo", "--iterations", "4", *flags])
 
 
+@pytest.mark.slow
 def test_table_4_by_hand(bench, capsys):
     """2 + 0 + 1 seconds against 2 + 1 + 1; nine iterations against twelve: 36 seconds against 36."""
     pairs = [["grpo+gcd", "grpo"], ["grpo+gcd@75", "grpo"]]
@@ -160,7 +154,6 @@ def test_table_4_by_hand(bench, capsys):
     assert capsys.readouterr().out == printed[printed.index("Seconds"):]
 
 
-@pytest.mark.fast
 def test_table_4_of_the_papers_preset():
     """Its iterations are the preset's. Success has not been measured: no line, and no error."""
     config = study.read_config(ROOT / "lab/results/table1_alfworld_qwen.json")
@@ -169,7 +162,6 @@ def test_table_4_of_the_papers_preset():
     assert row["share_of_iterations"] == 0.75 and row["ratios"] == [1.0] and row["later"] is None
 
 
-@pytest.mark.fast
 def test_table_4_needs_a_row_with_and_without_gcd_its_start_table_1_and_a_commit(bench, capsys, monkeypatch):
     for flags, message in ((["--rows", "ppo"], "--rows=ppo"),
                            ([], "run lab.bench.table1 --rows cold --seeds 0 first"),
@@ -183,6 +175,7 @@ def test_table_4_needs_a_row_with_and_without_gcd_its_start_table_1_and_a_commit
     assert "--iterations=1" in capsys.readouterr().err and not bench.calls()
 
 
+@pytest.mark.slow
 def test_table_4_measures_no_row_with_rerun(bench, capsys):
     """It prints the stored measurements, and reads the iterations from the row's cells."""
     bench.write(CONFIG | {"differences": [["grpo+gcd@75", "grpo"]]})
@@ -200,7 +193,6 @@ def test_table_4_measures_no_row_with_rerun(bench, capsys):
 
 # The paper's numbers
 
-@pytest.mark.fast
 def test_the_papers_means_are_those_of_its_columns():
     for model in ("Qwen2.5-1.5B", "Qwen2.5-7B"):
         for row, values in PAPER["table1"][model].items():
@@ -209,7 +201,6 @@ def test_the_papers_means_are_those_of_its_columns():
                 assert abs(mean - values[first + 3]) < 0.06, f"{model} {row}"
 
 
-@pytest.mark.fast
 @pytest.mark.skipif(not PAPER_TEXT.exists(), reason="needs ../shared/papers/gcd-2509.23870.txt")
 def test_every_number_is_the_printed_one():
     """The numbers of each table row of the paper's text, in the order printed."""
@@ -222,7 +213,6 @@ def test_every_number_is_the_printed_one():
     assert ours == printed
 
 
-@pytest.mark.fast
 def test_the_papers_numbers_of_a_row():
     """Numbers whose split the paper names, inferred ones, and missing ones."""
     rows = {name: {"paper": name} for name in ("GiGPO with GCD", "GRPO_nthr", "GRPO with GCD, no cold start")}

@@ -13,7 +13,6 @@ import pytest
 from lab.studies import theory
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("q, r, p", [(0.25, 0.2, 0.3), (0.7, 0.4, 0.0), (0.5, -0.1, 0.2)])
 def test_the_lemma_with_a_groups_own_mean_is_exact(q, r, p):
     """Against the sum over every outcome of a group of two, weighted by its probability."""
@@ -28,13 +27,11 @@ def test_the_lemma_with_a_groups_own_mean_is_exact(q, r, p):
     assert theory.flawed_advantage(0.5, 0.2) == pytest.approx(-0.05)          # r / 4, the largest
 
 
-@pytest.mark.fast
 def test_sampled_advantages_agree_with_the_formula():
     mean, error = theory.sampled_advantage(0.5, 0.2, 0.3, 8, 20_000, np.random.default_rng(0))
     assert abs(mean - theory.flawed_advantage(0.5, 0.2, 8)) < 5 * error < 0.01
 
 
-@pytest.mark.fast
 def test_three_actions_by_hand():
     q_3, r1, r2 = np.array([0.4, 0.55, 0.05]), 0.02, 0.4
     advantage_3 = theory.advantages_of_three(q_3, r1, r2)
@@ -46,7 +43,7 @@ def test_three_actions_by_hand():
     assert not theory.flawed_rises(np.array([0.4, 0.05, 0.55]), r1, r2)       # 2 is less likely than 3
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_log_odds_rise_in_no_random_case(monkeypatch):
     """And each case can occur: no failure is less likely than never or likelier than always."""
     step, spans = theory.step_of_three, []
@@ -63,7 +60,6 @@ def test_the_log_odds_rise_in_no_random_case(monkeypatch):
     assert 0.05 < found["flawed rises"] < 0.09 and found["gap rises"] < 0.006
 
 
-@pytest.mark.fast
 def test_fixed_points_and_the_limits_on_either_side():
     assert theory.fixed_points(0.02, 0.2) == pytest.approx((0.1127, 0.8873), abs=1e-4)
     assert theory.fixed_points(0.04, 0.2) == pytest.approx((0.2764, 0.7236), abs=1e-4)
@@ -74,7 +70,6 @@ def test_fixed_points_and_the_limits_on_either_side():
     assert theory.pushed(0.05, 0.06, 0.2)[-1] > 0.99
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("coupling, flawed, good", [(0.3, 0.26, 0.85), (0.5, 0.38, 0.89), (0.7, 0.57, 0.92),
                                                     (0.9, 0.90, 0.98)])
 def test_the_peaks_of_a_coupled_flaw(coupling, flawed, good):
@@ -86,12 +81,10 @@ def test_the_peaks_of_a_coupled_flaw(coupling, flawed, good):
     assert theory.narrowest(paths) == pytest.approx(0.077 if coupling == 0.9 else 0.1, abs=1e-3)
 
 
-@pytest.mark.fast
 def test_a_weakly_coupled_flaw_only_falls():
     assert theory.peak(theory.coupled_paths(0.1)) is None
 
 
-@pytest.mark.fast
 def test_the_turning_point():
     """In the limit z1 - z2 = ln(.5 * .5 / .1) = .916; exactly where the two slopes are equal."""
     assert theory.large_turning_point(8.0, 0.5, 0.5, 0.1) == pytest.approx(8.9163, abs=1e-4)
@@ -103,6 +96,7 @@ def test_the_turning_point():
     assert theory.turning_point(0.5, 0.1, 0.1, 0.5) is None                   # it falls from the start
 
 
+@pytest.mark.slow
 def test_the_study_writes_numbers_figures_and_page_and_is_reproducible(tmp_path, capsys):
     for name in ("one", "two"):
         assert theory.main(["--n", "200", "--out", str(tmp_path / name)]) == 0

@@ -12,7 +12,6 @@ import torch
 from lab.studies import tilting
 from losses import kl_k3
 
-pytestmark = pytest.mark.fast
 REWARD_Y = torch.tensor([0.0, 1.0, 0.0, 1.0, 0.3, -0.5, 0.0, 1.0], dtype=torch.double)
 GRID = [1e-6, 1e-3, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.999]
 
@@ -116,6 +115,7 @@ def test_k3_of_one_decision_stops_where_its_value_and_the_penalty_cancel(value):
     assert tilting.k3_mass(0.3, 0.5, 0.0) == 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", [2, 16])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_k3_token_by_token_stops_where_the_enumerated_gradient_is_zero(group, seed):
@@ -213,6 +213,7 @@ def test_a_groups_own_mean_shortens_the_shift_if_the_penalty_is_outside(q, beta,
     assert tilting.push(p, q, beta, group, outside) == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outside, shift", [(False, 2.0), (True, 1.0)])
 def test_pairs_tell_the_two_centerings_apart(outside, shift):
     """Groups of 2, beta .5: every pair of eight responses of any policy, by ascent to the end.

@@ -18,12 +18,12 @@ MATRICES = 2 * (36 * 36) + 2 * (36 * 12) + 3 * (36 * 48)          # numbers in a
 PLACES = 2 * (36 + 36) + 2 * (36 + 12) + 3 * (36 + 48)            # and the sum of their sides
 
 
-@pytest.mark.fast
 def test_the_shape_is_smollm2s():
     """134.5 million parameters by its model card; Qwen2's biases of q, k and v are 30 x 960 more."""
     assert decoder.count_parameters(trained_tokens.SHAPE) == 134_515_008 + 30 * (576 + 2 * 192)
 
 
+@pytest.mark.slow
 def test_each_way_takes_its_steps_on_all_tokens_but_the_first(monkeypatch):
     seconds, metrics, step = iter(range(10**6)), [], update.update
     monkeypatch.setattr(trained_tokens.time, "process_time", lambda: next(seconds))     # a step takes 1 s

@@ -5,9 +5,12 @@
 
 import sys
 
+import pytest
+
 from lab.bench import trips
 
 
+@pytest.mark.slow
 def test_from_reward_to_loss_are_few_files_returns_and_frames():
     """Before the redesign of 2026-11-23 there were 10 files, 15 returns and 10 frames."""
     trip = trips.counted()
@@ -17,6 +20,7 @@ def test_from_reward_to_loss_are_few_files_returns_and_frames():
     assert text in (trips.ROOT / "docs" / "code.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_call_site_counts_once_and_an_entry_into_a_known_file_is_a_return():
     """By hand: gcd -> rewards -> (losses, twice from one line) -> rewards' second call into losses."""
     trip = trips.Trip()

@@ -49,7 +49,6 @@ def conversation(game, task, chat, responses):
     return prompt, completion, mask
 
 
-@pytest.mark.fast
 def test_a_rollout_is_the_conversation_token_for_token(game, chat):
     environment, task, commands = game
     won = [chat.respond(command) for command in commands]
@@ -73,7 +72,6 @@ def test_a_rollout_is_the_conversation_token_for_token(game, chat):
     assert logged["success"] == 1 / 3
 
 
-@pytest.mark.fast
 def test_a_prompt_that_leaves_no_room_for_a_response_ends_the_episode(game, chat):
     environment, task, _ = game
     trainer = Script([[chat.respond("look")] * 9])
@@ -83,6 +81,7 @@ def test_a_prompt_that_leaves_no_room_for_a_response_ends_the_episode(game, chat
     assert given["completion_ids"] == [chat.respond("look")] and given["won"] == [False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong, message", [
     (["--model", "none"], "none/tokenizer.json: not found"),
     (["--group-size", "1"], "at least 2 generations")])
@@ -94,6 +93,7 @@ def test_a_mistake_is_an_error_of_one_line(tokenizer_folder, model, tmp_path, ca
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_step_trains_on_sampled_tokens_alone(tokenizer_folder, model, chat, tmp_path, monkeypatch, capsys):
     from huggingface_hub import constants
     from trl import GRPOTrainer

@@ -21,7 +21,6 @@ def play(game, task, command):
     return game.reset(task), game.step(command)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("p_tasks", [4, 8, 12])
 def test_training_has_p_tasks_of_kind_p_and_the_cold_start_half(p_tasks):
     for types, expected in (("part", p_tasks), ("all", 8)):
@@ -30,7 +29,6 @@ def test_training_has_p_tasks_of_kind_p_and_the_cold_start_half(p_tasks):
         assert len({task.id for task in tasks}) == 64
 
 
-@pytest.mark.fast
 def test_a_state_has_one_sign_among_noise_and_depends_on_seed_and_name_only():
     one, same, other = environment(), environment(), twins.Environment(seed=1)
     for task in one.train_tasks("part", 0, 32):
@@ -45,7 +43,6 @@ def test_a_state_has_one_sign_among_noise_and_depends_on_seed_and_name_only():
     assert one.split_tasks("P") == other.split_tasks("P")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kind, command, wins", [("P", "pull", 0.9), ("P", "lift", 0.4), ("N", "pull", 0.2),
                                                  ("N", "lift", 0.5)])
 def test_the_probability_to_win(kind, command, wins):
@@ -56,7 +53,6 @@ def test_the_probability_to_win(kind, command, wins):
     assert sum(won) / 4000 == pytest.approx(wins, abs=4 * (wins * (1 - wins) / 4000) ** 0.5)
 
 
-@pytest.mark.fast
 def test_outcomes_and_coins_are_a_seeds_own():
     drawn = []
     for seed in (0, 0, 1):
@@ -69,14 +65,12 @@ def test_outcomes_and_coins_are_a_seeds_own():
     assert 16 < sum(one[1] == other[1] for one, other in zip(drawn[0], drawn[2])) < 48
 
 
-@pytest.mark.fast
 def test_labels():
     P, N = (f"You see oak {sign} elm." for sign in ("moon", "well"))
     assert environment().oracle([P, P, N, N, N], ["pull", "lift", "pull", "lift", "dance"]) == [
         "good", "bad", "bad", "good", "bad"]
 
 
-@pytest.mark.fast
 def test_the_oracles_labels_are_rewarded_if_told_to():
     for worth in (0.0, 2.0):
         env = environment(label_reward=worth)

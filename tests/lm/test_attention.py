@@ -153,7 +153,7 @@ def n_prefixes(samples):
     return len({tuple(sample.ids[:n + 1]) for sample in samples for n in range(len(sample.ids))})
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [1, 40, 16384])
 @pytest.mark.parametrize("packed", [False, True])
 def test_texts_with_common_prefixes_equal_a_forward_each(model, samples, with_varlen, packed, max_tokens):
@@ -173,14 +173,12 @@ def test_texts_with_common_prefixes_equal_a_forward_each(model, samples, with_va
         assert one == pytest.approx(other, abs=1e-5)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("a, b, n", [([], [1], 0), ([1, 2], [1, 2], 2), ([1, 2, 3], [1, 2], 2),
                                      ([1, 2, 3, 4], [1, 2, 9, 4], 2), ([5, 2], [1, 2], 0)])
 def test_common_prefix_len(a, b, n):
     assert batching.common_prefix_len(a, b) == batching.common_prefix_len(b, a) == n
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("seed", range(20))
 def test_a_prefix_tree_has_each_prefix_once_and_each_samples_tokens(seed):
     """Of random samples with two token ids, some equal and some a prefix of another."""
@@ -197,7 +195,7 @@ def test_a_prefix_tree_has_each_prefix_once_and_each_samples_tokens(seed):
         assert prefix_of[columns[-1]] == columns
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_masked_attention_equals_that_of_each_text_alone(seed):
     """Of texts that branch off from each other, with long and short prefixes; heads in groups. It can be laid
@@ -224,7 +222,6 @@ def test_masked_attention_equals_that_of_each_text_alone(seed):
         attention.Masked(tree.parts, torch.device("cpu"))
 
 
-@pytest.mark.fast
 def test_masked_attention_has_groups_of_a_size_and_causal_ones_for_short_prefixes():
     ten, later = [*range(10)], [*range(30, 40)]
     parts = [(10, []), (30, ten), (20, ten), (31, []), (4, [*ten, *range(10, 30)]), (3, ten), (2, later)]
@@ -234,7 +231,6 @@ def test_masked_attention_has_groups_of_a_size_and_causal_ones_for_short_prefixe
     assert groups[1][1].tolist() == [*range(40)]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("seed", range(20))
 def test_microbatches_cost_as_little_as_any_cut(seed):
     """Of random samples, sorted by their ids; compared with all cuts."""
@@ -258,7 +254,6 @@ def test_microbatches_cost_as_little_as_any_cut(seed):
     assert batching.microbatches([], max_tokens) == []
 
 
-@pytest.mark.fast
 def test_a_further_microbatch_costs_a_sixteenth_of_its_tokens():
     """Two lists have 120 tokens; three, which compute a prefix of two once, have 118, but a list costs 4."""
     sample = make_sample(random.Random(0))
@@ -268,7 +263,7 @@ def test_a_further_microbatch_costs_a_sixteenth_of_its_tokens():
     assert [len(batch) for batch in batching.microbatches(samples, 31)] == [1, 1, 1, 1]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 def test_layers_with_common_prefixes_can_be_recomputed(model, samples, with_varlen, packed):
     want, _ = gradient_of(model, samples)
@@ -280,7 +275,7 @@ def test_layers_with_common_prefixes_can_be_recomputed(model, samples, with_varl
 
 # Answers that share their prompt
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [None, 640, 7])
 @pytest.mark.parametrize("n_slots", [1, 7, 64])
 def test_answers_share_their_prompt_and_are_the_oracles(model, with_varlen, chat, monkeypatch, n_slots, part):
@@ -316,7 +311,6 @@ def test_answers_share_their_prompt_and_are_the_oracles(model, with_varlen, chat
     assert engine.answer(model, [], [], chat.stop_ids, Sampling(1.0, 20), n_slots) == []
 
 
-@pytest.mark.fast
 def test_a_short_answers_share_beside_a_long_prompt_is_not_rounded():
     """To the model's dtype: in bf16 a share below .002 would be 0, one below .01 off by up to a half."""
     for own in (1, 3, 8):
@@ -336,7 +330,6 @@ def assert_room(cache):
     assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("limit, rooms", [(math.inf, [49, 49, 49, 39]), (45, [45] * 4), (40, [40] * 4)])
 def test_a_pool_grows_by_a_quarter_but_no_further_than_the_limit(model, limit, rooms):
     cache = attention.Pool(model.config, 4, None, torch.float32, torch.device("cpu"))
@@ -346,6 +339,7 @@ def test_a_pool_grows_by_a_quarter_but_no_further_than_the_limit(model, limit, r
     assert_room(cache)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("model", "seed"), [("qwen2", 0), ("qwen3", 1), ("qwen2", 2)], indirect=["model"])
 def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model, with_varlen, chat,
@@ -405,7 +399,6 @@ def test_rows_that_grow_move_end_and_start_again_sample_the_oracles_tokens(model
     assert most < size < (2 if packed else 10) * most
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("packed", [False, True])
 def test_equal_prompts_are_run_once_and_copied_whether_they_are_the_first_or_later_ones(
         model, with_varlen, packed):
@@ -434,7 +427,6 @@ def test_equal_prompts_are_run_once_and_copied_whether_they_are_the_first_or_lat
     assert len({*map(tuple, texts)}) == 5
 
 
-@pytest.mark.fast
 def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varlen):
     with_varlen()
     cache = attention.kv_cache(model.config, 4, torch.double, "cpu")
@@ -453,7 +445,6 @@ def test_rows_get_what_they_need_and_share_the_rest_of_the_pool(model, with_varl
     assert all(torch.equal(a, b) for a, b in zip(cache.export_row(0, 0, 80), before[2], strict=True))
 
 
-@pytest.mark.fast
 def test_rows_of_equal_room_keep_their_tokens_and_the_memory(model):
     """They grow by an eighth or GROWTH beyond the need, and get less room once nothing is kept. After
     the last row in use nothing is kept.
@@ -511,7 +502,6 @@ def of_2_13(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=N
     return {"max_q": max_q, "window_size": window_size}
 
 
-@pytest.mark.fast
 def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, torch_with):
     torch_with(of_2_13)
     assert attention.varlen(torch.device("cpu"), torch.bfloat16, 64) is None
@@ -525,7 +515,6 @@ def test_a_gpu_without_varlen_falls_back_with_one_warning(capsys, torch_with):
     assert "a head size of 264" in capsys.readouterr().err
 
 
-@pytest.mark.fast
 def test_a_gpu_before_ampere_and_a_torch_without_flash_attention_have_masks(capsys, torch_with, monkeypatch):
     torch_with(of_2_13)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
@@ -538,7 +527,6 @@ def test_a_gpu_before_ampere_and_a_torch_without_flash_attention_have_masks(caps
         assert bool(found) == (not printed) == (not warning) and warning in printed
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("function", [None, of_2_10])
 def test_before_torch_2_11_there_are_masks(capsys, torch_with, function):
     torch_with(function)
@@ -547,7 +535,6 @@ def test_before_torch_2_11_there_are_masks(capsys, torch_with, function):
     assert capsys.readouterr().err.count("variable-length attention is older than 2.11's") == 1
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("version", [of_2_11, of_2_13])
 def test_training_uses_varlen_attn(torch_with, version):
     torch_with(version)
@@ -555,7 +542,6 @@ def test_training_uses_varlen_attn(torch_with, version):
     assert used.causal(*[None] * 5, 7, 9) == {"max_q": 7, "window_size": (-1, 0)}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("can_split", [False, True])
 @pytest.mark.parametrize("longest_k, longest_q, window, splits", [
     (16384, 1, -1, 26), (640, 1, -1, 1), (10**6, 1, -1, 128), (16384, 5, 0, 1)])
@@ -577,7 +563,6 @@ def test_decoding_uses_the_operator_and_from_torch_2_13_on_its_splits(torch_with
                       "window_size_right": window} | ({"num_splits": splits} if can_split else {})
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("version, can_split", [
     ("2.9.1", False), ("2.11.0+cu130", False), ("2.12.0+cu130", False), ("2.12.1", False),
     ("2.13.0+cpu", True), ("2.14.0.dev20261101+cu130", True), ("3.0.0", True)])
@@ -591,7 +576,6 @@ CASES = {"decode": [(1, 7), (1, 1), (1, 90)], "prefill": [(5, 9), (1, 30), (12, 
          "packed": [(4, 4), (70, 70), (1, 1)], "prefixes": [(9, 9), (3, 12), (2, 11)]}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("case", CASES)
 def test_the_installed_torchs_operators_give_the_shape_and_type_of_masks(case):
     """On tensors without data; `python -m lab.bench.gpu` compares the numbers on a GPU."""
@@ -625,7 +609,6 @@ def test_the_installed_torchs_operators_give_the_shape_and_type_of_masks(case):
 
 # CUDA graphs
 
-@pytest.mark.fast
 @pytest.mark.parametrize("rows, length, key", [(3, 10, (4, 64)), (8, 47, (8, 64)), (8, 48, (8, 64)),
                                                (9, 49, (16, 128)), (18, 150, (18, 190))])
 def test_a_step_is_captured_for_rows_and_for_a_length_that_none_exceeds(model, with_varlen, chat, monkeypatch,
@@ -646,7 +629,6 @@ def test_a_step_is_captured_for_rows_and_for_a_length_that_none_exceeds(model, w
     assert len(keys) == 3                                               # `begin` drew the first
 
 
-@pytest.mark.fast
 def test_a_step_is_captured_once_for_each_temperature(model, chat, monkeypatch):
     """With stand-ins for CUDA's: a graph keeps the temperature that it was captured with."""
     replayed, temperatures = [], []
@@ -672,7 +654,7 @@ def test_a_step_is_captured_once_for_each_temperature(model, chat, monkeypatch):
     assert replayed == [1.0, 1.0, 0.4] and len(slots.graphs) == 2
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_graphs_are_forgotten_with_the_tensors_that_they_refer_to(model, with_varlen, chat):
     """Longer responses, a cache that grows, and of answers longer prompts."""
     with_varlen()
@@ -690,7 +672,6 @@ def test_graphs_are_forgotten_with_the_tensors_that_they_refer_to(model, with_va
     assert slots.graphs is graphs
 
 
-@pytest.mark.fast
 def test_scores_of_large_keys_are_not_rounded_to_the_models_dtype():
     """In bf16 with a few channels far from 0, as a key's bias makes them: of fp64 on the same numbers."""
     torch.manual_seed(0)
@@ -723,7 +704,6 @@ def on_meta(model):
         return decoder.Model(model.config).to(torch.bfloat16)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("lengths, part", [(False, None), (True, 640), (True, 24)])
 def test_a_decoding_step_has_no_host_sync_and_fixed_shapes(model, with_varlen, chat, monkeypatch, lengths,
                                                            part):
@@ -745,7 +725,6 @@ def test_a_decoding_step_has_no_host_sync_and_fixed_shapes(model, with_varlen, c
             slots.step(slice(0, 3), 192)
 
 
-@pytest.mark.fast
 def test_a_step_without_active_rows_changes_nothing(model, chat):
     """Like the warm-up steps before a graph is captured; running responses continue unchanged."""
     found = []
@@ -767,7 +746,7 @@ def test_a_step_without_active_rows_changes_nothing(model, chat):
     assert found[0] == found[1]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("packed, bonus", [(False, False), (True, False), (True, True)])
 def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, with_varlen, packed, bonus):
     """From a microbatch's tensors to its gradients; metrics are read afterwards."""
@@ -784,7 +763,6 @@ def test_forward_and_backward_of_an_update_have_no_host_sync(model, samples, wit
     assert logprob_N.dtype == entropy_N.dtype == torch.float32 and entropy_N.requires_grad == bonus
 
 
-@pytest.mark.fast
 def test_host_reads_detects_a_host_sync_and_another_device():
     with HostReads(), pytest.raises(AssertionError, match="nonzero"):
         torch.ones(3, device="meta").nonzero()

@@ -18,8 +18,6 @@ from envs import Reply
 from lm.chat import HOLE, RULES, TAGS, Chat, is_small, templates_of
 from lm.model import ModelConfig, load_tokenizer
 
-pytestmark = pytest.mark.fast
-
 
 def prompts(chat, responses=("go to drawer 1", "open drawer 1"), **switches):
     """Before each turn of a conversation, yield the hand-rendered ids and apply_chat_template's."""
@@ -255,6 +253,7 @@ def test_qwen3s_judge_questions_have_an_empty_thought_if_its_style_has(qwen3_tok
     assert chat.parse(chat.decode(ids)) == ("look", "monitor" if style == "tags" else None)
 
 
+@pytest.mark.slow
 def test_a_saved_qwen3_tokenizer_has_the_same_templates(short_qwen3, tmp_path):
     """transformers saves the chat template as a separate file of the checkpoint."""
     given = load_tokenizer(short_qwen3)

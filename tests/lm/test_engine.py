@@ -67,7 +67,6 @@ def slow_response(model, prompt, stream, stops, temperature, limit, given=()):
 
 # The engine against it
 
-@pytest.mark.fast
 def test_prefill_runs_only_the_tokens_that_are_not_cached(model):
     slots = engine.Slots(model, 2, 32, (1,), Sampling())
     slots.cache.fit([0, 0], [48, 48])
@@ -80,7 +79,6 @@ def test_prefill_runs_only_the_tokens_that_are_not_cached(model):
     assert run == [[[1, 2], [6]]]           # a fully cached prompt runs its last token, for the logits
 
 
-@pytest.mark.fast
 def test_long_prefills_are_split_into_blocks_of_rows(model):
     prompts = [[i + 1] * (3 + i) for i in range(5)]
     logits, widths = [], []
@@ -93,6 +91,7 @@ def test_long_prefills_are_split_into_blocks_of_rows(model):
     assert widths == [(1, 25), (1, 7), (1, 5), (1, 6), (1, 7)]
 
 
+@pytest.mark.slow
 def test_of_first_prompts_the_last_are_kept_as_far_as_they_are_small(model):
     """An evaluation that plays each game several times has hundreds; one that is gone is run again."""
     slots = engine.Slots(model, 4, 64, (), Sampling(max_response_tokens=4))
@@ -112,7 +111,6 @@ def test_of_first_prompts_the_last_are_kept_as_far_as_they_are_small(model):
                for _, logits_V in slots.first_prompts.values())
 
 
-@pytest.mark.fast
 def test_a_row_may_need_all_of_its_room(model):
     """Row 0 ends, at its longest, while row 1, which began a tick later, goes on."""
     slots = engine.Slots(model, 2, 128, (), Sampling(max_response_tokens=24))
@@ -138,7 +136,6 @@ def contents(cache):
     return torch.stack([kv[:, :-1] for kv in cache.kv])
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("rows", [range(7), [0, 2, 3, 5, 6, 7, 9]])
 def test_chunks_of_any_length_get_the_logits_of_full_forwards(model, rows):
     """Rows adjacent or not, chunks long and short; rows without a chunk keep their contents."""
@@ -164,7 +161,6 @@ def test_chunks_of_any_length_get_the_logits_of_full_forwards(model, rows):
         assert torch.equal(contents(cache)[:, :, row], before[:, :, row])
 
 
-@pytest.mark.fast
 def test_greedy_answers_equal_transformers_generate(either, chat, tmp_path):
     from transformers import AutoModelForCausalLM
     with torch.no_grad():
@@ -180,7 +176,6 @@ def test_greedy_answers_equal_transformers_generate(either, chat, tmp_path):
     assert len({tuple(answer.ids) for answer, in ours}) > 1
 
 
-@pytest.mark.fast
 def test_without_prompts_nothing_is_sampled_and_an_empty_prompt_is_refused(model):
     """It was answered from the logits of another row."""
     slots = engine.Slots(model, 2, 32, (1,), Sampling())
@@ -193,7 +188,6 @@ def test_without_prompts_nothing_is_sampled_and_an_empty_prompt_is_refused(model
 
 # Drawing one token
 
-@pytest.mark.fast
 def test_uniform_is_splitmix64():
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]  # of seed 1234567
     assert [splitmix64(1234567, n) for n in range(3)] == published
@@ -213,7 +207,6 @@ def unmix(z):
     return (z - 0x9E3779B97F4A7C15) % 2**64
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("output", [0, 2**64 - 1])
 def test_uniform_never_reaches_0_or_1(output):
     """With 53 bits, the largest number would round up to exactly 1."""
@@ -238,7 +231,6 @@ def assert_frequencies(got, want, n=200_000):
 LOGITS = torch.tensor([0.5, -1.0, 2.0, -torch.inf, 1.0, 0.0, -3.0, 0.9])
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("temperature", "block"), [(1.0, 8), (1.0, 3), (0.5, 2), (2.0, 8)])
 def test_frequencies_over_200000_draws_are_the_softmax(monkeypatch, temperature, block):
     monkeypatch.setattr(engine, "BLOCK", block)
@@ -247,7 +239,6 @@ def test_frequencies_over_200000_draws_are_the_softmax(monkeypatch, temperature,
     assert torch.allclose(logprob, (LOGITS / temperature).log_softmax(0)[token], atol=1e-6)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("block", [1, 2, 3, 9])
 @pytest.mark.parametrize("u", [1e-300, 2**-54, 0.5, 1 - 2**-53])
 def test_a_token_of_probability_zero_is_never_drawn(monkeypatch, u, block):
@@ -258,6 +249,7 @@ def test_a_token_of_probability_zero_is_never_drawn(monkeypatch, u, block):
     assert token.item() == (2 if u <= 0.5 else 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocabulary", [engine.BLOCK + 1, 4 * engine.BLOCK, 50_000])
 def test_a_search_by_blocks_finds_the_token_that_a_share_lies_in(vocabulary):
     """Of 200 tokens each, of weights that lie nine powers of ten apart, by the middle of its share."""
@@ -271,14 +263,12 @@ def test_a_search_by_blocks_finds_the_token_that_a_share_lies_in(vocabulary):
     assert engine.first_reaching(weight_BV[:2], ends_B).tolist() == [0, vocabulary - 1]
 
 
-@pytest.mark.fast
 def test_temperature_zero_is_argmax_and_reports_the_logprob_at_one():
     _, token, logprob = draws(LOGITS, n=50, temperature=0.0)
     assert set(token.tolist()) == {2}
     assert logprob[0] == pytest.approx(LOGITS.log_softmax(0)[2].item(), rel=1e-5)
 
 
-@pytest.mark.fast
 def test_a_longer_limit_holds_from_the_next_rollout_on(model):
     """Two rows that begin one after the other, so that one goes on when the other is finished."""
     slots = engine.Slots(model, 2, 64, (), Sampling(max_response_tokens=19))
@@ -295,7 +285,6 @@ def test_a_longer_limit_holds_from_the_next_rollout_on(model):
     assert found[0].ids == expected.ids and found[0].logprob == pytest.approx(expected.logprob, abs=1e-4)
 
 
-@pytest.mark.fast
 def test_a_restart_forgets_the_cached_tokens(model):
     slots = engine.Slots(model, 1, 64, (), Sampling(max_response_tokens=4))
     engine.generate(slots, [[1, 2, 3]], [5])

@@ -22,7 +22,6 @@ from lm import lora
 from lm import model as decoder
 from lm.optim import Muon, adamw, train_last, trained
 
-pytestmark = pytest.mark.fast
 RANK, VOCABULARY = 3, 67
 MATRICES = "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
 

@@ -26,9 +26,6 @@ from lm import attention
 from lm import model as m
 from lm.small import save_small_model
 
-pytestmark = pytest.mark.fast
-
-
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}
 

@@ -18,8 +18,6 @@ from infra import parallel
 from lm import optim
 from lm.optim import Muon
 
-pytestmark = pytest.mark.fast
-
 
 @pytest.fixture
 def samples():

@@ -115,6 +115,7 @@ def fast_play(model, chat, specs, sampling=None, slots=4, **options):
 
 # Sampling
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["plain", "tags"])
 @pytest.mark.parametrize("temperature, history", [(1.0, 0), (0.6, 2), (0.0, 0)])
 def test_played_tokens_and_logprobs_equal_the_oracles(model, tokenizer, temperature, history, style):
@@ -135,6 +136,7 @@ def test_played_tokens_and_logprobs_equal_the_oracles(model, tokenizer, temperat
     assert len(lengths) > (temperature > 0)                  # short and long commands
 
 
+@pytest.mark.slow
 def test_a_responses_probability_is_the_product_of_the_renormalized_ones(model, chat):
     """By brute force for every command. The probabilities sum to 1 and equal the frequencies of samples."""
     model, responses = model.double(), responses_to_give(chat, NAMES)
@@ -155,6 +157,7 @@ def test_a_responses_probability_is_the_product_of_the_renormalized_ones(model, 
     assert_frequencies(frequency, torch.tensor([*probability.values()], dtype=torch.double), n)
 
 
+@pytest.mark.slow
 def test_any_number_of_slots_plays_the_same_episodes(model, chat):
     model, specs = model.double(), make_specs(3, 4)
     alone = [fast_play(model, chat, [spec], slots=1)[0] for spec in specs]
@@ -164,7 +167,6 @@ def test_any_number_of_slots_plays_the_same_episodes(model, chat):
             assert [t.allowed for t in one.turns] == [t.allowed for t in other.turns]
 
 
-@pytest.mark.fast
 def test_a_token_that_is_not_allowed_means_logprobs_that_are_not_finite():
     """The sampler draws token 0 then; gcd.py ends with one line."""
     restriction = Restriction(trie_of([[3, 4], [3, 5]]))
@@ -173,7 +175,6 @@ def test_a_token_that_is_not_allowed_means_logprobs_that_are_not_finite():
         restriction.take(0)
 
 
-@pytest.mark.fast
 def test_free_tokens_precede_restricted_ones(model, chat):
     """As when a model first writes a thought; here it is any two tokens."""
     model, responses, streams = model.double(), responses_to_give(chat, NAMES), range(160)
@@ -192,7 +193,6 @@ def test_free_tokens_precede_restricted_ones(model, chat):
     assert all(options is None for response in drawn for options in response.allowed[:2])
 
 
-@pytest.mark.fast
 def test_a_command_longer_than_max_response_tokens_is_truncated(model, chat):
     episodes = fast_play(model, chat, make_specs(3, 4), Sampling(1.0, 2))
     turns = [turn for episode in episodes for turn in episode.turns]
@@ -200,7 +200,6 @@ def test_a_command_longer_than_max_response_tokens_is_truncated(model, chat):
     assert all(len(turn.allowed) == len(turn.response_ids) == 2 for turn in turns)
 
 
-@pytest.mark.fast
 def test_masked_ids_have_probability_0_and_do_not_contribute_to_the_entropy():
     logits = torch.tensor([[1.0, 300.0, -2.0], [0.5, 0.0, 2.0], [-5.0, 1.0, 2.0]], requires_grad=True)
     got = restricted(logits, [(0, 2), None, (1,)])
@@ -247,6 +246,7 @@ def samples(model, chat):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_gradient_is_that_of_the_renormalized_softmax(model, samples, temperature):
     objective = update.Objective(max_grad_norm=0.0, temperature=temperature, kl_coef=0.1, entropy_coef=0.2)
@@ -268,7 +268,6 @@ def test_the_gradient_is_that_of_the_renormalized_softmax(model, samples, temper
     assert metrics["policy/entropy_nats"] == pytest.approx(sum(entropies).item() / n, abs=1e-5)
 
 
-@pytest.mark.fast
 def test_the_trainers_logprobs_equal_the_samplers_and_the_renormalized_ones(model, chat):
     episodes = fast_play(model, chat, make_specs(3, 3), history=2)        # a sample per turn, or merged
     objective = update.Objective()
@@ -281,7 +280,6 @@ def test_the_trainers_logprobs_equal_the_samplers_and_the_renormalized_ones(mode
             assert scores[t] == pytest.approx(sample.logprob_old[t], abs=1e-5)
 
 
-@pytest.mark.fast
 def test_free_and_restricted_samples_share_a_microbatch(model, samples):
     """A sample without `allowed`, like every judge answer, is scored over the full vocabulary."""
     free = [replace(sample, allowed={}) for sample in samples]
@@ -293,7 +291,6 @@ def test_free_and_restricted_samples_share_a_microbatch(model, samples):
     assert max(abs(a - b) for a, b in zip(mixed[0], update.logprobs(model, free[:1], objective)[0])) > 0.1
 
 
-@pytest.mark.fast
 def test_nthr_uses_the_restricted_distribution(model, samples):
     columns = sorted({sample.ids[t] for sample in samples for t, s in enumerate(sample.sampled) if s})
     for sample, (_, error_NV) in zip(samples, hidden_and_error(model, samples, columns, update.Objective())):
@@ -341,7 +338,6 @@ OTHERS = ("<action", "look<action", "<think>a<action", "<think>a</think>look", "
           "<monitor> </monitor><action", "<think>a</think><act")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("style", HEADS)
 def test_an_admissible_command_follows_the_thought(tokenizer, style):
     chat = Chat(tokenizer, style)
@@ -349,6 +345,7 @@ def test_an_admissible_command_follows_the_thought(tokenizer, style):
     assert_restricts(chat, HEADS[style], OTHERS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", HEADS)
 def test_an_admissible_command_follows_the_thought_in_qwens_tokens(style, qwen_tokenizer, qwen3_tokenizer):
     """Of Qwen2.5, and of Qwen3, whose <think> and </think> are single tokens."""
@@ -356,7 +353,6 @@ def test_an_admissible_command_follows_the_thought_in_qwens_tokens(style, qwen_t
         assert_restricts(Chat(tokenizer, style), HEADS[style], OTHERS)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("style", HEADS)
 def test_commands_of_a_tokenizer_that_begins_each_text_with_a_space(style):
     """Some of SentencePiece's do: the end of a response alone would begin with one."""
@@ -377,7 +373,6 @@ def test_commands_of_a_tokenizer_that_begins_each_text_with_a_space(style):
         assert {chat.parse(chat.decode(ids))[0] for ids in responses} == {"go to cabinet 1", "look"}
 
 
-@pytest.mark.fast
 def test_a_small_models_response_is_a_tag_and_a_command(tokenizer):
     chat, rng = Chat(tokenizer, "tags"), random.Random(0)
     responses = [random_response(chat.restriction(("look", "left")), rng) for _ in range(200)]
@@ -385,14 +380,12 @@ def test_a_small_models_response_is_a_tag_and_a_command(tokenizer):
     assert parsed == set(itertools.product(("look", "left"), TAGS))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("style, command", [("plain", " look"), ("plain", ""), ("think", "a <b>")])
 def test_an_error_names_a_command_that_no_response_can_give(tokenizer, style, command):
     with pytest.raises(ValueError, match=f"--admissible-only: no response can give the command {command!r}"):
         Chat(tokenizer, style).restriction(["look", command])
 
 
-@pytest.mark.fast
 def test_an_error_names_the_task_that_lists_no_command(model, chat, monkeypatch):
     reply = RenamedCorridor.reply
     monkeypatch.setattr(RenamedCorridor, "reply", lambda self, observation: (
@@ -417,6 +410,7 @@ def half_won(monkeypatch):
     monkeypatch.setattr(rollout, "play", played)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [
     "", "--kl loss --kl-coef 1", "--kl reward --kl-coef 1", "--history 2", "--algo nthr --no-gcd",
     "--algo ppo", "--temperature 0.5 --judge-kind value", "--dtype bfloat16"])
@@ -431,12 +425,14 @@ def test_all_commands_are_valid_and_sampler_and_trainer_agree(start, half_won, t
         assert 0 < row["policy/entropy_nats"] < 3
 
 
+@pytest.mark.slow
 def test_a_trainer_without_the_mask_fails_with_an_error(start, half_won, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("lm.logprobs.restricted", lambda logits, allowed: logits)
     assert train(tmp_path, *start_from(start), "--admissible-only") == 1
     assert_one_error(capsys, "sampler and trainer differ by")
 
 
+@pytest.mark.slow
 def test_evaluation_is_restricted_too(start, tmp_path, monkeypatch):
     """Greedy evaluation, too; on six games of L0."""
     split_tasks = Environment.split_tasks
@@ -449,6 +445,7 @@ def test_evaluation_is_restricted_too(start, tmp_path, monkeypatch):
     assert all(mode["invalid_frac"] == mode["truncated_frac"] == 0 for mode in modes.values())
 
 
+@pytest.mark.slow
 def test_tags_before_restricted_commands_are_trained(half_won, tmp_path):
     flags = ["--demonstrations", 8, "--judge-demonstrations", 8, "--algo", "rlvmr", "--admissible-only"]
     assert train(tmp_path, *flags, "--iterations", 1, "--tasks", 2) == 0
@@ -456,6 +453,7 @@ def test_tags_before_restricted_commands_are_trained(half_won, tmp_path):
                for row in rows(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_hugging_face_models_commands_are_restricted(short_qwen, tmp_path, monkeypatch):
     """A random model never reaches a command by itself, so here each command starts after one token (and is
     malformed, without a thought). --kl, which the paper's preset sets, gives steps with a logprob gap."""
@@ -477,6 +475,7 @@ def test_a_hugging_face_models_commands_are_restricted(short_qwen, tmp_path, mon
         assert response.allowed[0] is None and None not in response.allowed[1:]
 
 
+@pytest.mark.slow
 def test_a_command_that_cannot_be_given_ends_the_run_with_one_line(start, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Chat, "restriction", lambda self, commands: (_ for _ in ()).throw(
         ValueError("--admissible-only: no response can give the command ''")))

@@ -10,7 +10,6 @@ from test_model import make_model, small_config
 from lm import model as m
 from lm import small
 
-pytestmark = pytest.mark.fast
 PHRASES = [" drawer", " drawer 1", " drawer 12", " go to", "go to", "You arrive at", " the", " a", ". On the",
            "\n> ", " mug"]
 

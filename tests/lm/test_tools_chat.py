@@ -25,7 +25,7 @@ from lm.engine import Response
 
 TRL = find_spec("trl")
 needs_trl = pytest.mark.skipif(not TRL, reason="needs TRL's chat templates: pip install trl")
-pytestmark = [pytest.mark.fast, needs_trl]
+pytestmark = [pytest.mark.slow, needs_trl]
 THOUGHT = "<think>\nIt may be cheap.\n</think>\n\n"
 
 

@@ -44,7 +44,7 @@ def run(capsys, *arguments):
 
 # Statistics
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("b, c", [(0, 0), (1, 0), (3, 5), (5, 3), (4, 4), (0, 12), (30, 60)])
 def test_mcnemar_is_the_sum_over_all_equally_likely_flips(b, c):
     n = b + c
@@ -57,14 +57,12 @@ def test_mcnemar_is_the_sum_over_all_equally_likely_flips(b, c):
     assert compare.mcnemar(b, c) == pytest.approx(expected)
 
 
-@pytest.mark.fast
 def test_the_t_quantile_is_scipys():
     stats = pytest.importorskip("scipy.stats", reason="needs scipy: pip install -r requirements-bench.txt")
     for degrees in [*range(1, 40), 133, 139, 1000]:
         assert compare.t_quantile(degrees) == pytest.approx(stats.t.ppf(0.975, degrees), rel=1e-3), degrees
 
 
-@pytest.mark.fast
 def test_the_paired_interval_by_hand():
     mean, half = compare.paired([1.0, 0.0, 0.5], [0.5, 0.0, 1.0])
     assert mean == 0.0 and half == pytest.approx(4.302653 * 0.5 / math.sqrt(3))
@@ -74,7 +72,6 @@ def test_the_paired_interval_by_hand():
 
 # One play a game
 
-@pytest.mark.fast
 def test_one_play_a_game_is_mcnemars(tmp_path, capsys):
     a = write(tmp_path / "a" / "evaluation.json", {g: {"sampled": d} for g, d in zip("abcdef", "110000")})
     b = write(tmp_path / "b" / "evaluation.json", {g: {"sampled": d} for g, d in zip("fedcba", "111101")})
@@ -87,7 +84,6 @@ def test_one_play_a_game_is_mcnemars(tmp_path, capsys):
     assert "only A won 1, only B 4" in out and "b: won -> not won" in out and "f: not won -> won" in out
 
 
-@pytest.mark.fast
 def test_the_games_own_scores_stand_beside_the_success(tmp_path, capsys):
     """Where both are known, and are of the games that are compared."""
     def one(name, games, score):
@@ -101,7 +97,6 @@ def test_the_games_own_scores_stand_beside_the_success(tmp_path, capsys):
         assert status == 0 and "over 2 games; only A won 0" in out and ", scores " not in out
 
 
-@pytest.mark.fast
 def test_a_run_and_itself_do_not_differ(tmp_path, capsys):
     a = write(tmp_path / "a" / "evaluation.json", {g: {"sampled": "1", "t0.4": "0"} for g in "abc"})
     status, out, _ = run(capsys, a, a.parent)                             # a file, and its folder
@@ -110,6 +105,7 @@ def test_a_run_and_itself_do_not_differ(tmp_path, capsys):
                for change in compare.compare(compare.load(a), compare.load(a)))
 
 
+@pytest.mark.slow
 def test_two_seeds_of_a_player_end_to_end(tmp_path, capsys, monkeypatch):
     """Written by the referee; the numbers of the comparison are those of both files."""
     monkeypatch.setattr(envs.household.Environment, "split_tasks", lambda self, name: rooms.tasks(name)[:4])
@@ -127,7 +123,6 @@ def test_two_seeds_of_a_player_end_to_end(tmp_path, capsys, monkeypatch):
 
 # Several plays
 
-@pytest.mark.fast
 def test_several_plays_are_shares_of_games(tmp_path):
     a = compare.load(write(tmp_path / "a.json", {"a": {"t": "1111"}, "b": {"t": "1100"}, "c": {"t": "10"}}))
     b = compare.load(write(tmp_path / "b.json", {"a": {"t": "11"}, "b": {"t": "0100"}, "c": {"t": "1"}}))
@@ -142,7 +137,6 @@ def test_several_plays_are_shares_of_games(tmp_path):
 
 # Evaluations that differ
 
-@pytest.mark.fast
 @pytest.mark.parametrize("games, changes, named", [
     ("ab", {"protocol": "eight"}, "protocol: sampled and eight"),
     ("ab", {"max_turns": 50}, "max_turns: 30 and 50"),
@@ -160,7 +154,6 @@ def test_what_differs_is_named_and_refused_or_left_out(tmp_path, capsys, games, 
     assert f"over {len({*'ab'} & {*games})} games" in out and "b: not won -> won" in out
 
 
-@pytest.mark.fast
 def test_what_else_differs_is_named(tmp_path, capsys):
     """If both say it; older files do not."""
     a = write(tmp_path / "a.json", {"a": {"sampled": "1"}}, admissible_only=True, history=0, dtype="float32",
@@ -173,7 +166,6 @@ def test_what_else_differs_is_named(tmp_path, capsys):
     assert "--endpoint-extra: {'top_p': 0.9} and None\n" in out
 
 
-@pytest.mark.fast
 def test_splits_and_modes_in_common(tmp_path, capsys):
     a = write(tmp_path / "a.json", {"a": {"sampled": "1", "greedy": "1"}})
     b = write(tmp_path / "b.json", {"a": {"sampled": "1", "t0.4": "1"}})
@@ -186,7 +178,6 @@ def test_splits_and_modes_in_common(tmp_path, capsys):
     assert "have no game in common" in run(capsys, a, other, "--common")[2]
 
 
-@pytest.mark.fast
 def test_missing_games_are_noted(tmp_path, capsys):
     """A run's evaluation.json does not say whether it is complete: it is."""
     a = write(tmp_path / "a.json", {"a": {"sampled": "1"}})
@@ -195,7 +186,6 @@ def test_missing_games_are_noted(tmp_path, capsys):
     assert f"{b}: some games are missing" in out and f"{a}: some" not in out
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("content, named", [
     (None, "no such file"), ("{", "not JSON"), ('{"splits": {}}', "keeps no outcomes of games"),
     ('{"outcomes": []}', "outcomes: expected an object"),
@@ -217,7 +207,6 @@ def test_a_file_that_cannot_be_compared_is_one_line(tmp_path, capsys, content, n
 
 # Transcripts
 
-@pytest.mark.fast
 def test_transcripts_of_flipped_games_are_side_by_side(tmp_path, capsys):
     a = write(tmp_path / "a" / "evaluation.json", {"a": {"sampled": "1"}, "b": {"sampled": "1"}},
               [record("a", True), record("b", True, "A kitchen.", "open fridge 1")])
@@ -232,7 +221,6 @@ def test_transcripts_of_flipped_games_are_side_by_side(tmp_path, capsys):
     assert "no transcript is stored" in compare.side_by_side(["x"], [], 48)
 
 
-@pytest.mark.fast
 def test_of_several_plays_a_win_of_the_better_side_and_a_loss_of_the_other_are_shown(tmp_path, capsys):
     """Or else what is stored."""
     a = write(tmp_path / "a" / "evaluation.json", {"b": {"sampled": "01"}},
@@ -245,7 +233,6 @@ def test_of_several_plays_a_win_of_the_better_side_and_a_loss_of_the_other_are_s
         assert line.replace("[1] >", "").replace("|", "").replace("(refused)", "").split() == given.split()
 
 
-@pytest.mark.fast
 def test_the_transcripts_limit_counts_games_that_have_one(tmp_path, capsys):
     """A run stores twelve episodes a split, all sampled, seldom those of the first flipped games."""
     flipped = {game: [{"greedy": digit, "sampled": digit} for digit in "10"] for game in "abc"}
@@ -254,7 +241,6 @@ def test_the_transcripts_limit_counts_games_that_have_one(tmp_path, capsys):
     assert "L1 sampled, c: A on the left" in run(capsys, a, b, "--transcripts", 1)[1]
 
 
-@pytest.mark.fast
 def test_a_full_page_says_what_it_leaves_out(tmp_path, capsys, monkeypatch):
     games = {"a": "1", "b": "1"}
     one = write(tmp_path / "a" / "evaluation.json", {game: {"sampled": "1"} for game in games},
@@ -271,7 +257,6 @@ def test_a_full_page_says_what_it_leaves_out(tmp_path, capsys, monkeypatch):
     assert found == [[1, 0], [0, 2]]                 # of b's second game nothing is stored
 
 
-@pytest.mark.fast
 def test_no_text_becomes_markup_or_a_terminals_command(tmp_path, capsys):
     hostile = "<script>alert(1)</script>\x1b[2J{{ 7919 * 7919 }}"
     for name, digit in (("a", "1"), ("b", "0")):

@@ -11,7 +11,6 @@ from test_report import Page
 from report import gallery
 from report.__main__ import main
 
-pytestmark = pytest.mark.fast
 SVG = '<svg xmlns="http://www.w3.org/2000/svg"><path d="M0 0H9"/></svg>'
 
 
@@ -151,6 +150,7 @@ def test_the_command_writes_the_page_next_to_the_studies(tmp_path, capsys):
     assert (tmp_path / "gallery.html").read_text(encoding="utf-8") == gallery.gallery(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_committed_studies_make_a_page_small_enough_to_commit():
     text = gallery.gallery()
     assert "Lemma 3.1" in text and len(text) < 3_000_000

@@ -78,7 +78,7 @@ def hostile_studies(folder):
 
 # Parsed
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_texts_of_a_run_stay_texts(tmp_path):
     assert main([str(hostile_run(tmp_path))]) == 0
     built = Page((tmp_path / "report.html").read_text(encoding="utf-8"))
@@ -98,6 +98,7 @@ def test_texts_of_a_run_stay_texts(tmp_path):
     assert [series["name"] for series in built.charts[0]["series"]] == sorted(NAMES)
 
 
+@pytest.mark.slow
 def test_texts_of_a_study_stay_texts_and_the_page_needs_no_network(tmp_path):
     text = gallery.gallery(hostile_studies(tmp_path))
     built = Page(text)
@@ -113,7 +114,6 @@ def test_texts_of_a_study_stay_texts_and_the_page_needs_no_network(tmp_path):
         assert legible(hostile(field)) in visible, field
 
 
-@pytest.mark.fast
 def test_html_shows_escapes_for_what_it_would_lose_or_obey():
     """NUL, carriage returns and unpaired surrogates get lost; U+202E would mirror the page's own words."""
     template = page.templates().from_string("<p>{{ text }} left out</p>{{ 5 }}{{ [1] | tojson }}")
@@ -121,7 +121,6 @@ def test_html_shows_escapes_for_what_it_would_lose_or_obey():
         r"<p>a\u0000b\u000d\u202ec\ud800 &lt;é&gt;" "\n left out</p>5[1]")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("depth", [400, 700, 950, 100_000])
 @pytest.mark.parametrize("file", ["metrics.jsonl", "episodes.jsonl", "evaluation.json", "stages.json"])
 def test_nested_values_are_an_error_of_one_line_or_harmless(tmp_path, capsys, file, depth):
@@ -133,7 +132,6 @@ def test_nested_values_are_an_error_of_one_line_or_harmless(tmp_path, capsys, fi
     assert error.count("\n") <= 1 and len(error) < 500
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "link.svg", "sub/../../secret", ".."])
 def test_a_picture_is_a_file_of_the_studies_folder(tmp_path, capsys, name):
     """A stranger's study may not show a reader's files."""
@@ -226,6 +224,7 @@ def require_browser(folder):
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium on the PATH")
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_browser_shows_what_an_episode_and_its_turns_earned(tmp_path):
     """Of a record before rewards were stored, and of an evaluation's, which has none, only the outcome."""
@@ -243,6 +242,7 @@ def test_a_browser_shows_what_an_episode_and_its_turns_earned(tmp_path):
     assert found["episodes"][0]["heads"] == ["advantage +0.50", "reward 0.25", "advantage -1.00"]
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_browser_shows_every_value_of_forty_methods_under_the_pointer(tmp_path):
     require_browser(tmp_path)
@@ -258,6 +258,7 @@ def test_a_browser_shows_every_value_of_forty_methods_under_the_pointer(tmp_path
     assert all(f"{name}: 33.33 %" in success and f"{name}, against oracle: 0.5714" in auc for name in names)
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_browser_runs_no_text_and_shows_all(tmp_path):
     require_browser(tmp_path)

@@ -77,7 +77,6 @@ def played(player, capsys, *lines):
 
 # The game
 
-@pytest.mark.fast
 def test_an_empty_line_takes_the_models_command_and_another_line_is_a_command(player, capsys, monkeypatch):
     always_respond(player.chat, monkeypatch, "left")
     commands, text, won = played(player, capsys, "\n", " right\n", "\n")
@@ -85,7 +84,6 @@ def test_an_empty_line_takes_the_models_command_and_another_line_is_a_command(pl
     assert text.count("the model: left ") == 4 and text.count("of yours: its judge: ") == 1
 
 
-@pytest.mark.fast
 def test_the_models_commands_are_those_that_it_samples(player, capsys):
     """With empty lines only, the game receives the commands that were printed."""
     commands, text, _ = played(player, capsys, *["\n"] * 9)
@@ -93,7 +91,6 @@ def test_the_models_commands_are_those_that_it_samples(player, capsys):
     assert 0 < len(commands) <= len(printed) <= 5 and [c for c in printed if c in commands] == commands
 
 
-@pytest.mark.fast
 def test_winning_and_the_turn_limit_end_a_game(player, capsys, monkeypatch):
     for command, n, end in (("right", 3, "You have won."),
                             ("left", 5, "Over after 5 turns, not won (turn limit).")):
@@ -102,7 +99,6 @@ def test_winning_and_the_turn_limit_end_a_game(player, capsys, monkeypatch):
         assert commands == [command] * n and text.endswith(f"{end}\n") and won == (command == "right")
 
 
-@pytest.mark.fast
 def test_a_corrected_models_instruction_precedes_the_game(player, capsys, monkeypatch):
     prompts = []
 
@@ -118,7 +114,6 @@ def test_a_corrected_models_instruction_precedes_the_game(player, capsys, monkey
     assert prompts == [player.chat.observe(first, True, text) for text in ("", "go right")]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("on_truncation, sent, end", [
     ("fail", [], "Over after 1 turns, not won (response too long)."),
     ("invalid", ["right"], "Over after 5 turns, not won (turn limit).")])
@@ -134,7 +129,6 @@ def test_a_response_that_is_cut_off_is_not_shown_as_a_command(
     assert commands == sent and text.count("the model: right   (") == len(sent)
 
 
-@pytest.mark.fast
 def test_a_first_prompt_that_leaves_no_room_is_an_error_as_in_the_library(player, capsys):
     player.config.context = 12
     with pytest.raises(ValueError, match=r"--context=12: the first prompt of task train/3 has \d+ tokens, "):
@@ -148,7 +142,6 @@ def question_of(chat, prompt_ids, response_ids):
     return prompt_ids + chat.closed(response_ids) + chat.message(judge.QUESTION[judge.question_style(chat)])
 
 
-@pytest.mark.fast
 def test_p_good_of_a_one_token_judge_is_exact(player):
     """P(good) / (P(good) + P(bad)) at the first token of the answer, by an uncached forward."""
     (good,), (bad,) = (player.chat.encode(label) for label in ("good", "bad"))
@@ -170,6 +163,7 @@ def share_good(player, prompt_ids, response_ids, n=500):
     return readable.count("good") / len(readable), len(readable)
 
 
+@pytest.mark.slow
 def test_p_good_is_the_share_of_good_among_sampled_answers(player):
     """Within 4.5 standard deviations, of the random model and of the committed one."""
     committed = agent.load(COMMITTED)
@@ -180,7 +174,6 @@ def test_p_good_is_the_share_of_good_among_sampled_answers(player):
         assert n > 50 and abs(share - p) <= 4.5 * (p * (1 - p) / n)**0.5 + rounding(1.0), (p, share, n)
 
 
-@pytest.mark.fast
 def test_a_judge_that_writes_answers_eight_times(model, tokenizer, settings, monkeypatch):
     """P(good) is the share of "good" among the readable answers; a truncated answer is not readable."""
     chat = Chat(tokenizer, "think")
@@ -202,7 +195,6 @@ def test_a_judge_that_writes_answers_eight_times(model, tokenizer, settings, mon
     assert play.opinion(player, [5, 6], [7]) == "its judge gives no verdict on this"
 
 
-@pytest.mark.fast
 def test_an_untrained_model_was_never_taught_to_judge(player):
     with torch.no_grad():
         for parameter in player.model.parameters():
@@ -212,7 +204,7 @@ def test_an_untrained_model_was_never_taught_to_judge(player):
         player.probability_good([5, 6], [7])
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_committed_models_auc_is_that_of_its_cell(capsys, monkeypatch):
     known = json.loads((COMMITTED / "judge.json").read_text())
     assert known["cell"] == "cells/alfworld_hour/grpo+gcd/seed0.json"
@@ -225,7 +217,6 @@ def test_the_committed_models_auc_is_that_of_its_cell(capsys, monkeypatch):
     assert capsys.readouterr().out.count(line) == 1
 
 
-@pytest.mark.fast
 def test_an_unknown_auc_is_not_printed(player, capsys):
     assert play.reliability(player) == ""
     _, text, _ = played(player, capsys)
@@ -234,7 +225,7 @@ def test_an_unknown_auc_is_not_printed(player, capsys):
 
 # The command line
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["L9/0", "L0", "L0/x", "L0/-1", "L0/99999"])
 def test_a_game_that_does_not_exist_is_named(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", typed(""))
@@ -250,6 +241,7 @@ def test_a_game_that_does_not_exist_is_named(name, tmp_path, capsys, monkeypatch
     assert "none" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_committed_model_plays_at_once(capsys, monkeypatch):
     """It was trained on real games and wins most generated ones too; to try it, no games are needed.
 
@@ -265,6 +257,7 @@ def test_the_committed_model_plays_at_once(capsys, monkeypatch):
     assert sum(path.stat().st_size for path in COMMITTED.iterdir()) < 2.5e6
 
 
+@pytest.mark.slow
 def test_a_model_can_be_restricted_to_admissible_commands(capsys, monkeypatch):
     """A model of random weights gives no command otherwise."""
     load = agent.decoder.load_pretrained
@@ -287,7 +280,7 @@ def test_a_model_can_be_restricted_to_admissible_commands(capsys, monkeypatch):
     assert turns[0] == 1 < turns[1] and "Nothing happens." not in text
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("flags, message",
                          [(["--history", "-1"], "--history=-1"), ([], "closed"),
                           (["--context", "32"], "--context=32: the first prompt of task L0/0/")])
@@ -298,7 +291,7 @@ def test_an_error_is_one_line(flags, message, capsys, monkeypatch):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_typed_bytes_need_not_be_text_and_ctrl_c_ends_the_program(capsys, monkeypatch):
     without_opinions(monkeypatch)
     monkeypatch.setattr("sys.stdin", typed(b"\xff\xfe\n"))
@@ -311,6 +304,7 @@ def test_typed_bytes_need_not_be_text_and_ctrl_c_ends_the_program(capsys, monkey
     play.main(["--model", str(COMMITTED)])
 
 
+@pytest.mark.slow
 @needs_games
 def test_it_wins_real_games(capsys, monkeypatch):
     without_opinions(monkeypatch)

@@ -52,6 +52,7 @@ class Reader:
                 self.look(cut=path.name if piece == text[:middle] else "")
 
 
+@pytest.mark.slow
 def test_a_run_is_read_at_every_point_of_its_writing(tmp_path, tmp_path_factory, capsys, monkeypatch):
     start = cold_started(tmp_path_factory)
     reader, replace = Reader(tmp_path, capsys), os.replace
@@ -71,7 +72,6 @@ def test_a_run_is_read_at_every_point_of_its_writing(tmp_path, tmp_path_factory,
     assert run.evaluation["splits"].keys() == {"dev"} and run.stages.keys() == {"rl", "evaluation"}
 
 
-@pytest.mark.fast
 def test_linked_runs_have_the_names_of_their_links(tmp_path):
     """Two seeds of one method, collected in a folder."""
     (tmp_path / "both").mkdir()
@@ -82,7 +82,6 @@ def test_linked_runs_have_the_names_of_their_links(tmp_path):
     assert [run.name for run in read.read_runs(tmp_path / "0" / "grpo" / ".." / "grpo")] == ["grpo"]
 
 
-@pytest.mark.fast
 def test_a_run_that_is_set_aside_at_this_moment_is_left_out(tmp_path, monkeypatch):
     for name in ("grpo", "ppo"):
         write_method(tmp_path, name, rl_lines(3))
@@ -104,6 +103,7 @@ def test_a_run_that_is_set_aside_at_this_moment_is_left_out(tmp_path, monkeypatc
     assert [run.name for run in read.read_runs(tmp_path)] == ["grpo", "ppo"]
 
 
+@pytest.mark.slow
 def test_two_reports_at_once_are_both_whole(tmp_path, capsys, monkeypatch):
     """One process writes the page between another's writing and renaming."""
     write_method(tmp_path, "grpo", rl_lines(3), success={"L0": 0.5})

@@ -19,8 +19,6 @@ from lab.bench.study import RESULTS, cells_of, read_config
 from report import charts, page, read, tables
 from report.__main__ import main, write
 
-pytestmark = pytest.mark.fast
-
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
@@ -195,6 +193,7 @@ def test_a_line_cut_short_is_left_out_with_a_note(tmp_path):
     assert "grpo/metrics.jsonl: line 5 is cut short" in " ".join(page.texts)
 
 
+@pytest.mark.slow
 def test_a_long_run_is_drawn_by_means(tmp_path):
     """A page of 10,000 iterations is as large as one of 500, of which 30 kB are the template's."""
     sizes = {}
@@ -228,6 +227,7 @@ def test_means_of_a_curve():
     assert set(charts.averaged(dict.fromkeys(range(900)), 2).values()) == {None}
 
 
+@pytest.mark.slow
 def test_a_short_and_a_long_run_have_values_at_the_same_iterations(tmp_path):
     for name, n in (("grpo", 400), ("ppo", 600)):
         write_method(tmp_path, name, [{"iteration": i, "rollout/success": 0.5} for i in range(n)])
@@ -265,6 +265,7 @@ def test_stages_are_stacked(tmp_path):
     assert heights[2][3:] == heights[1][:3][::-1] == pytest.approx([y(4), y(2), y(2)], abs=0.06)
 
 
+@pytest.mark.slow
 def test_episodes_fit_the_page_and_are_spread(tmp_path):
     episodes = [episode(iteration=i, text="x" * 20_000) for i in range(100) for _ in range(3)]
     episodes += [episode(phase="evaluation", split=split, text="x" * 20_000) for split in ("L0", "L1")]
@@ -479,6 +480,7 @@ def seeds_of(folder, results):
     return read.read_seeds(read.read_runs(folder), results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["default", "alfworld_hour"])
 def test_results_over_seeds_of_run_sh_are_of_the_table_that_it_repeats(tmp_path, table):
     """Of any seed; settings as lab.bench derives them from the table, which are run.sh's (test_run_sh.py)."""
@@ -502,6 +504,7 @@ def test_results_over_seeds_of_run_sh_are_of_the_table_that_it_repeats(tmp_path,
     assert seeds.scores == scores and len(scores) == (3 if table == "default" else 5)
 
 
+@pytest.mark.slow
 def test_results_over_several_seeds_are_given_next_to_one(tmp_path):
     write_table(tmp_path / "lab" / "results")
     write_run(tmp_path / "run", "cold_start", success=("L0", "L2"))
@@ -515,6 +518,7 @@ def test_results_over_several_seeds_are_given_next_to_one(tmp_path):
     assert "5 seeds: 59.3 ± 5.8" in text and "lab/results/table1_x_result.json" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", [
     {"games": "real games"}, {"parameters": 246_976}, {"name": "table4_x"}, {"rows": ("ppo",)},
     {"common": ["--lr", "1e-3"]}, {"common": ["--no-such-flag"]}, {"scores": {"mean": None}},
@@ -589,6 +593,7 @@ def test_a_run_that_was_not_evaluated_has_no_results_over_seeds(tmp_path):
     assert write(tmp_path / "run", results=tmp_path / "lab" / "results")[1] == []
 
 
+@pytest.mark.slow
 def test_a_run_that_was_set_aside_is_read_if_it_is_named(tmp_path):
     for name in ("grpo", "grpo.old-1"):
         write_method(tmp_path / "runs", name, rl_lines(), {"L0": 0.5})
@@ -597,6 +602,7 @@ def test_a_run_that_was_set_aside_is_read_if_it_is_named(tmp_path):
     assert [*write(tmp_path / "runs" / "grpo.old-1")[0]["methods"]] == ["grpo.old-1"]
 
 
+@pytest.mark.slow
 def test_a_methods_own_folder_is_read_alone(tmp_path, monkeypatch):
     for name in ("grpo", "ppo"):
         write_method(tmp_path / "runs", name, rl_lines(), {"L0": 0.5})
@@ -644,7 +650,6 @@ def test_a_file_that_cannot_be_written_is_an_error_of_one_line(tmp_path, capsys)
     assert re.fullmatch(r"report: .*report\.html.*: .*directory\n", capsys.readouterr().err)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("low, high", [(2e-323, 2e-323), (0.0, 0.0), (0.0, 1e-323), (-5.0, -5.0), (0, 1e99)])
 def test_ticks_enclose_the_smallest_and_the_largest_numbers(low, high):
     found = charts.ticks(low, high)
@@ -698,6 +703,7 @@ def test_huge_numbers_are_not_drawn(tmp_path):
     assert build(tmp_path)[2]["charts"][0]["series"][0]["ys"] == [None, None, None, 1.0, 1.234]
 
 
+@pytest.mark.slow
 def test_open_opens_the_page(tmp_path, capsys, monkeypatch):
     write_method(tmp_path, "grpo", rl_lines())
     opened = []

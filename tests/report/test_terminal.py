@@ -38,7 +38,6 @@ def is_safe(text):
                for c in text)
 
 
-@pytest.mark.fast
 def test_what_a_terminal_obeys_is_escaped_and_other_text_stays():
     ordinary = "A line.\n\tTab – é, 漢字, مرحبا, 👩\u200d🔬, \xa0, \\u001b, \u2028"
     assert printable(ordinary) == ordinary
@@ -54,7 +53,6 @@ def test_what_a_terminal_obeys_is_escaped_and_other_text_stays():
 
 # What is printed is printable
 
-@pytest.mark.fast
 def test_the_reports_table_captions_and_errors_are_printable(tmp_path, capsys):
     name, split = "m\x1b[31m\u202e", "L0\x07\nforged  99.0"
     about = {"captions": {split: OBEYED}, "note": "\ud800 note", "warning": OBEYED}
@@ -86,7 +84,6 @@ class Talkative:
         pass
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_games_texts_are_printable_and_json_is_exact(as_json, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", typed(b"\x1b[2J\n\xff\n"))
@@ -102,6 +99,7 @@ def test_a_games_texts_are_printable_and_json_is_exact(as_json, capsys, monkeypa
         assert text == f"{SHOWN}reset\n> {SHOWN}\\u001b[2J\n> {SHOWN}\\udcff\n> \n"
 
 
+@pytest.mark.slow
 def test_what_a_model_says_is_printable(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", typed(""))
     monkeypatch.setattr(play, "play", lambda *_: print(OBEYED))
@@ -112,7 +110,6 @@ def test_what_a_model_says_is_printable(capsys, monkeypatch):
     assert r"\u001b[31m" in (error := capsys.readouterr().err) and is_safe(error)
 
 
-@pytest.mark.fast
 def test_an_error_of_a_run_is_printable(tmp_path, capsys, monkeypatch):
     def fail(*_):
         raise ValueError(f"file {OBEYED}")
@@ -127,7 +124,6 @@ def test_an_error_of_a_run_is_printable(tmp_path, capsys, monkeypatch):
     assert is_safe(error) and r"file \u001b]0;owned\u0007 \u001b[31m red" in error
 
 
-@pytest.mark.fast
 def test_text_that_the_stream_cannot_encode_is_escaped(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", stream)
@@ -163,6 +159,7 @@ def outcome(command, stdout, unbuffered, stdin=""):
     return done.returncode, done.stderr
 
 
+@pytest.mark.slow
 @needs_full
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 @pytest.mark.parametrize("command, program", [
@@ -174,6 +171,7 @@ def test_a_reader_that_leaves_is_no_error_and_a_full_disk_is_one_line(command, p
     assert outcome(command, "full", unbuffered) == (2, f"{program}: error: {FULL}\n")
 
 
+@pytest.mark.slow
 @needs_full
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_the_report_is_written_and_says_so(folder, unbuffered):
@@ -187,7 +185,6 @@ def test_the_report_is_written_and_says_so(folder, unbuffered):
 
 
 @needs_full
-@pytest.mark.fast
 def test_an_error_of_stdout_is_not_one_of_a_file(monkeypatch):
     """So that no handler of OSError takes it for a file's."""
     with open("/dev/full", "w") as full:
@@ -199,7 +196,6 @@ def test_an_error_of_stdout_is_not_one_of_a_file(monkeypatch):
 
 
 @needs_full
-@pytest.mark.fast
 @pytest.mark.parametrize("buffering", [1, -1])
 def test_a_runs_log_goes_on_once_the_disk_has_room(tmp_path, buffering):
     """And what could not be written is gone, so that closing the stream is no error."""
@@ -214,7 +210,6 @@ def test_a_runs_log_goes_on_once_the_disk_has_room(tmp_path, buffering):
         os.close(disk)
 
 
-@pytest.mark.fast
 def test_a_run_without_stdout_or_with_a_closed_one_goes_on():
     closed = io.StringIO()
     closed.close()
