@@ -449,9 +449,7 @@ def attempt(config, resources):
                             "shows its training")
         return status
     except KeyboardInterrupt:
-        if speaks_for_machine():
-            print("stopped at once; what was saved before is there", file=sys.stderr)
-        status = 130
+        status = stopped_at_once()
     except EXPECTED as error:
         first = job.failure(error)       # if another rank failed first, this error follows from that
         why = f"{first}, so this one ends" if first else one_line(error, out, known=EpisodeLost)
@@ -462,6 +460,13 @@ def attempt(config, resources):
         job.on_exit(type(error), error, None)         # before games are closed: the other ranks wait
         raise
     return job.abort(status)
+
+
+def stopped_at_once():
+    """Say so; the exit status."""
+    if speaks_for_machine():
+        print("stopped at once; what was saved before is there", file=sys.stderr)
+    return 130
 
 
 def train(**settings):
@@ -496,8 +501,11 @@ def main(argv=None):
     """The command. Exit status 0; 1 for an error after the start, 2 for a wrong flag, 130 if interrupted."""
     config = parse_or_exit(argv)
     with redirect_stdout(Printed(sys.stdout)), redirect_stderr(Printed(sys.stderr)):
-        with ExitStack() as resources:
-            status = attempt(config, resources)
+        try:
+            with ExitStack() as resources:
+                status = attempt(config, resources)
+        except KeyboardInterrupt:                                   # while games were closed
+            status = job.abort(stopped_at_once())
         if left := [thread.name for thread in threading.enumerate()
                     if not thread.daemon and thread is not threading.main_thread()]:
             print(f"gcd.py: waits for threads that are no daemons, as a game's may be: {', '.join(left)}",

@@ -110,13 +110,13 @@ class Run:
             "seconds": self.spent(), "place": resume.place_of(self.ranks),
             "algorithm": self.config.algorithm.state,
             "unmerged": models.unmerged(dict(self.model.named_parameters()))}
-        checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer, state,
-                                   models.save_merged, self.chat.tokenizer.save_pretrained,
-                                   self.config.algorithm.critic)
-        if self.config.save_adapter:
+        if self.config.save_adapter:                    # first: the checkpoint of a finished run is the last
             adapters = parallel.full_weights(self.model, "lora_")
             checkpoint.replace((self.out / files.ADAPTER).resolve(), lambda new: parallel.on_rank0(
                 lambda: lora.save(adapters, new, self.base)))
+        checkpoint.save_checkpoint(self.out / files.CHECKPOINT, self.model, self.optimizer, state,
+                                   models.save_merged, self.chat.tokenizer.save_pretrained,
+                                   self.config.algorithm.critic)
 
     def played_as(self):
         """The run's identity, and how it prompts its model: what is stored beside a model."""

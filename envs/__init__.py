@@ -233,7 +233,8 @@ class Environment:
         """First 16 hex digits of the SHA-256 over the tasks in order: equal games, equal hash."""
         digest = hashlib.sha256()
         for task in tasks:
-            digest.update(f"{task.id}\n{self.task_content(task)}\n".encode())
+            text = f"{task.id}\n{self.task_content(task)}\n"
+            digest.update(text.encode("utf-8", "surrogatepass"))           # a name of a file may be any bytes
         return digest.hexdigest()[:16]
 
     def warning(self):

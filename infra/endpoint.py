@@ -122,8 +122,9 @@ class Endpoint:
         try:
             http = openai.DefaultHttpxClient(event_hooks=hooks, timeout=timeout_s,
                                              limits=httpx2.Limits(max_keepalive_connections=0))
-        except ImportError as error:                      # for a SOCKS proxy a package more is needed
-            raise ValueError(f"the proxy of the environment variable ALL_PROXY: {error}") from None
+        except (ImportError, ValueError, OSError) as error:      # a SOCKS proxy needs a package more
+            raise ValueError("the proxy or certificates of the environment variables ALL_PROXY, HTTP_PROXY, "
+                             f"HTTPS_PROXY, SSL_CERT_FILE, SSL_CERT_DIR: {error}") from None
         self.client = openai.OpenAI(api_key=secret, base_url=base_url, max_retries=0, timeout=timeout_s,
                                     http_client=http)
         self.origin = httpx2.URL(base_url).origin

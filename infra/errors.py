@@ -37,15 +37,18 @@ ADVICE = {
 
 def one_line(error, out, known=()):
     """Format an error as one line. A plug-in's, and a RuntimeError not `known`, leaves OUT/traceback.txt."""
-    text = " ".join(str(error).split())
-    if is_out_of_memory(error, text):
-        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+    cause = error
+    while cause and not is_out_of_memory(cause):
+        cause = cause.__cause__                     # of a file's or a plug-in's error, which names that
+    if cause:
+        frames = [*traceback.walk_tb(error.__traceback__), *traceback.walk_tb(cause.__traceback__)]
+        codes = [frame.f_code for frame, _ in frames]
         passed = {place for code in codes for file in [Path(code.co_filename).name]
                   for place in (file, f"{file}:{code.co_name}")}
         advice = [ADVICE[place] for place in ADVICE if place in passed][:1] or [PLAYING, TRAINING]
         hints = "; ".join(f"while {activity}, {flags}" for activity, flags in advice)
-        return f"out of memory ({text[:200]}): {hints}"
-    text = " ".join([text, *(f"({note})" for note in getattr(error, "__notes__", ()))])
+        return f"out of memory ({' '.join(str(cause).split())[:200]}): {hints}"
+    text = " ".join([*str(error).split(), *(f"({note})" for note in getattr(error, "__notes__", ()))])
     unknown = isinstance(error, RuntimeError) and not isinstance(error, known)
     if unknown or isinstance(error, PluginError):
         with suppress(OSError):
@@ -65,8 +68,8 @@ def reported(function, what):
     return call
 
 
-def is_out_of_memory(error, text):
+def is_out_of_memory(error):
     """Whether memory ran out: by the error's type or, for libraries under torch, by its text."""
     kind = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     phrases = ("can't allocate memory", "out of memory", "ALLOC_FAILED")
-    return kind or isinstance(error, RuntimeError) and any(phrase in text for phrase in phrases)
+    return kind or isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in phrases)

@@ -47,7 +47,7 @@ def locked(folder):
         raise ValueError(f"--out={folder}: neither a folder nor a link to one") from None
     except OSError as error:
         raise ValueError(f"--out={folder}: {error.strerror}") from None
-    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+    with open(folder / LOCK, "ab", buffering=0) as file:         # else closing writes, and fails, once more
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -56,8 +56,7 @@ def locked(folder):
             raise ValueError(f"--out={folder}: cannot be locked: {error.strerror}") from None
         try:
             file.truncate(0)
-            file.write(f"process {os.getpid()} of {socket.gethostname()}")
-            file.flush()
+            file.write(f"process {os.getpid()} of {socket.gethostname()}".encode())
         except OSError as error:                             # the error of a full disk names no file
             raise ValueError(f"--out={folder}: {error.strerror}") from None
         yield
@@ -153,10 +152,11 @@ def not_found(path):
     """
     path = Path(path)
     if not (folder := path.parent).is_dir():
-        of_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", str(folder)) and not folder.parent.exists()
+        hub = re.fullmatch(r"(?:([\w.-]+)/)?[\w.-]+", str(folder))
+        owner = hub and (hub[1] or "OWNER")                     # of a bare name the hub's owner is not known
         return f"{folder}: no such folder" + (
-            f"; if it is the hub's: hf download {folder} --local-dir {folder.name}, then give {folder.name}"
-            if of_hub else "")
+            f"; if it is the hub's: hf download {owner}/{folder.name} --local-dir {folder.name}, then give "
+            f"{folder.name}" if hub and (not hub[1] or not folder.parent.exists()) else "")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return (f"{path}: not found; the folder is a PEFT adapter, to be merged into its base model first "
                 "(in peft: merge_and_unload, save_pretrained)")
@@ -177,6 +177,8 @@ def naming(path):
     try:
         yield
     except OSError as error:
+        if error.errno is None:                     # one of ours, which names a file
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 

@@ -8,10 +8,18 @@ from types import ModuleType, SimpleNamespace
 
 
 class Deferred(ModuleType):
-    """Stands for a module, which is imported when one of its attributes is first read."""
+    """Stands for a module, which is imported when one of its attributes is first read, and then has its place
+    among `names`, the global names of the importing file.
+    """
+
+    def __init__(self, name, names):
+        super().__init__(name)
+        self.names = names
 
     def __getattr__(self, name):
-        return getattr(import_module(self.__name__), name)
+        module = import_module(self.__name__)
+        self.names |= {own: module for own, value in self.names.items() if value is self}
+        return getattr(module, name)
 
 
 @contextmanager
@@ -24,8 +32,9 @@ def deferred(*names):
     def deferring(name, globals=None, locals=None, fromlist=(), level=0):
         waiting = {*names} - sys.modules.keys()
         if name in waiting and not fromlist and "." not in name:
-            return Deferred(name)
-        late = {part: Deferred(f"{name}.{part}") for part in fromlist or () if f"{name}.{part}" in waiting}
+            return Deferred(name, globals)
+        late = {part: Deferred(f"{name}.{part}", globals) for part in fromlist or ()
+                if f"{name}.{part}" in waiting}
         others = tuple(part for part in fromlist or () if part not in late)
         module = python_import(name, globals, locals, others, level)
         return SimpleNamespace(**late, **{part: getattr(module, part) for part in others}) if late else module

@@ -233,10 +233,11 @@ def adjacent(layers):
 
 @cache
 def slow_bf16():
-    """Whether this CPU multiplies bf16 matrices more slowly than their conversions to fp32.
+    """Whether one thread of this CPU multiplies bf16 matrices more slowly than their conversions to fp32.
 
     Measured, since no list of instructions tells: with AVX-512's, an AMD is twice as fast as in fp32 and an
-    Intel half as fast; without any, bf16 takes two to a hundred times fp32's time.
+    Intel half as fast; without any, bf16 takes two to a hundred times fp32's time. On one thread, since a
+    resumed run, which measures before its model sets their number, must find what the run found.
     """
     x, weight = torch.ones(MANY_ROWS, 512, dtype=torch.bfloat16), torch.ones(1024, 512, dtype=torch.bfloat16)
 
@@ -247,9 +248,14 @@ def slow_bf16():
             times.append(time.process_time())
         return min(b - a for a, b in zip(times, times[1:]))
 
-    with torch.no_grad():
-        return seconds(lambda: F.linear(x, weight)) > MARGIN * seconds(
-            lambda: F.linear(x.float(), weight.float()).bfloat16())
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            return seconds(lambda: F.linear(x, weight)) > MARGIN * seconds(
+                lambda: F.linear(x.float(), weight.float()).bfloat16())
+    finally:
+        torch.set_num_threads(before)
 
 
 class Attention(nn.Module):

@@ -98,7 +98,11 @@ def pytest_configure():
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
                      "TORCHELASTIC_RUN_ID"):
         os.environ.pop(variable, None)
-    gc.disable()                        # until all tests are known, which took a quarter longer with it
+
+
+def pytest_collectstart():
+    """Collect no garbage until all tests are known, which took a quarter longer with it."""
+    gc.disable()
 
 
 @pytest.hookimpl(tryfirst=True)

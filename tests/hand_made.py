@@ -5,6 +5,7 @@ precision over the records: they use no tensors and import nothing from algorith
 """
 
 import random
+from dataclasses import replace
 from statistics import fmean, pstdev, stdev
 
 import torch
@@ -172,6 +173,17 @@ def make_sample(rng, episode=0, kind="policy", n=None, old=0.1, make=batching.Sa
     sampled = [False] + [rng.random() < 0.4 for _ in range(n - 2)] + [True]
     return make([rng.randrange(256) for _ in range(n)], sampled, [rng.gauss(0, 1) * s for s in sampled],
                 [(-5.0 + rng.uniform(-old, old)) * s for s in sampled], episode, kind)
+
+
+def unscored_samples():
+    """Nine policy samples without old logprobs, as in the cold start."""
+    rng = random.Random(0)
+    return [replace(make_sample(rng, episode=i % 5), logprob_old=None) for i in range(9)]
+
+
+def sampled_positions(sample):
+    """The positions of the sampled tokens, those that are trained."""
+    return [t for t, sampled in enumerate(sample.sampled) if sampled]
 
 
 def with_old_logprobs(model, samples, rng):

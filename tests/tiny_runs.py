@@ -5,6 +5,7 @@ wins no episode, and the rule needs wins.
 """
 
 import fcntl
+import importlib.util
 import json
 import os
 import shutil
@@ -28,6 +29,14 @@ TINY = ("--device cpu --hidden-size 32 --layers 2 --max-turns 8 --tasks 4 --grou
 COLD = ("--demonstrations 200 --cold-start-batch 4 --cold-start-epochs 3 --cold-start-lr 8e-3 "
         "--judge-demonstrations 200 --judge-epochs 1 --max-turns 12").split()
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def module_of(path):
+    """The module of a file of the checkout."""
+    specification = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
 
 
 def copy_code(folder):

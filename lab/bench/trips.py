@@ -5,8 +5,8 @@
 The path begins where `write_rewards` is called and ends at `backward`, in one iteration of GRPO without a
 judge. An entry is a call from one project file into another; a call site counts once, however often a loop
 runs it. A return is an entry into a file that was entered before. Frames are the functions from
-`gcd.iteration` to the clipped loss, both included. The model's own forward pass (lm/) is left out of files
-and returns.
+`gcd.iteration` to the clipped loss, both included. The model's own forward pass (lm/) and imports that wait
+(infra/lazy.py) are left out of files and returns.
 """
 
 import argparse
@@ -21,6 +21,7 @@ import gcd
 ROOT = Path(gcd.__file__).resolve().parent
 FIRST, LAST, LOSS = "write_rewards", "backward", "clipped_surrogate"
 MODEL = ROOT / "lab" / "results" / "alfworld_model"          # plays well enough for groups of unequal rewards
+LEFT_OUT = ("lm/", "infra/lazy.py")
 TINY = [*("--demonstrations 0 --evaluate none --iterations 1 --tasks 4 --group-size 8 --max-turns 8 --no-gcd "
           "--model").split(), str(MODEL)]
 
@@ -42,13 +43,13 @@ class Trip:
             self.frames = functions_from_iteration(frame)
         if name == LAST and self.frames and file is None:
             self.on = False
-        if self.on and file and not file.startswith("lm/"):
+        if self.on and file and not file.startswith(LEFT_OUT):
             self.enter(frame, file)
 
     def enter(self, frame, file):
         """Note a call from another project file, at a call site that is new."""
         caller = frame.f_back
-        while caller and (file_of(caller) or "lm/").startswith("lm/"):
+        while caller and (file_of(caller) or "lm/").startswith(LEFT_OUT):
             caller = caller.f_back
         site = caller and (file_of(caller), caller.f_lineno, file)
         if site and site[0] != file and site not in self.sites:

@@ -339,7 +339,7 @@ def figures_of(found, pictures):
         ("Section 3.3", "regimes", "Pushed up by similar samples, a flawed action with q < 1/2 is safe, "
          "because the penalty grows with q; above 1/2 it is in danger and runs away.",
          f"Under a push c below r / 4 it converges from below 1/2 to a floor that is never 0 ({floors}), and "
-         f"runs away only above a tipping point that is higher than 1/2 ({tipping}). From c = r / 4 on it "
+         f"runs away only above a tipping point that is higher than 1/2 ({tipping}). Above c = r / 4 it "
          "runs away from everywhere: no start is safe. Coupled to a good "
          f"action by {shared} it peaks at {peaks}, and then falls. The gap between the two widens at every "
          f"step in log-odds; in probabilities it first narrows, by at most {narrowing:.3f}.",

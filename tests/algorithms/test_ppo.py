@@ -28,6 +28,7 @@ from hand_made import (
     method_of,
     on_two_ranks,
     random_episodes,
+    sampled_positions,
     turn_reward,
     turn_row_reward,
     whitened,
@@ -285,11 +286,6 @@ def value_samples(model, critic):
                          for t in sampled_positions(sample)]
     samples[-1].target = [math.nan] * len(samples[-1].target)
     return samples
-
-
-def sampled_positions(sample):
-    """The positions of the sampled tokens."""
-    return [t for t, sampled in enumerate(sample.sampled) if sampled]
 
 
 def plain_value_loss(critic, samples, clip):

@@ -447,7 +447,7 @@ def test_without_a_turn_of_each_label_the_cold_start_says_that_it_asks_nothing(c
 
 
 @pytest.mark.slow
-def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer, monkeypatch):
+def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer):
     """Reasoning and verdict; the endpoint's question is about the turn whose answer it becomes."""
     batches, chat = [], Chat(tokenizer, "think")
     endpoint = SimpleNamespace(ask=lambda questions: batches.append(questions) or [

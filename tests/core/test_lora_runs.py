@@ -7,6 +7,7 @@ tests/core/test_train.py.
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -83,7 +84,7 @@ def test_a_cold_starts_adapter_belongs_to_the_model_that_was_given(start, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_kls_reference_is_rls_first_model(trained, start, tmp_path, monkeypatch):
+def test_the_kls_reference_is_rls_first_model(start, tmp_path, monkeypatch):
     """Its logprobs are those of a frozen copy, and at RL's first step the KL is 0 exactly."""
     write, seen = update.write_reference, []
 
@@ -211,9 +212,9 @@ def test_a_finished_run_is_evaluated_again_with_the_same_weights(trained, tmp_pa
     found, score = [], dict.fromkeys(("success", "low", "high", "games", "n"), 0)
     monkeypatch.setattr(gcd, "evaluation", lambda run: run.update_sampler() or found.append(
         dict(lora.merged(parallel.full_weights(run.sampler)))) or {"L0": {"sampled": score}})
-    assert train(trained, "--model", start, *IMITATE, *LORA, "--kl", "loss", "--keep-checkpoints", 1,
+    out, expected = shutil.copytree(trained, tmp_path / "out"), weights(trained)
+    assert train(out, "--model", start, *IMITATE, *LORA, "--kl", "loss", "--keep-checkpoints", 1,
                  "--resume", "--evaluate", "L0") == 0
-    expected = weights(trained)
     assert len(found) == 1 and all(torch.equal(found[0][name], weight) for name, weight in expected.items())
 
 

@@ -5,7 +5,6 @@
 The files are those of examples, which the documentation shows as examples.
 """
 
-import importlib.util
 import json
 import shutil
 import subprocess
@@ -13,7 +12,8 @@ import sys
 
 import pytest
 import torch
-from tiny_runs import ENVIRONMENT, ROOT, copy_code, rows
+from test_config import mistake
+from tiny_runs import ENVIRONMENT, ROOT, copy_code, module_of, rows
 
 import config
 import gcd
@@ -43,14 +43,6 @@ def run_in(folder, *flags, program="gcd.py"):
     command = [sys.executable, program, *map(str, flags)]
     return subprocess.run(command, cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": ""}, timeout=300,
                           check=False, capture_output=True, text=True)
-
-
-def import_example(name):
-    """The module of an example."""
-    specification = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 # An environment in the tree
@@ -97,16 +89,6 @@ def test_an_environment_has_its_own_flags_and_labels(checkout):
     assert {turn["label"] for turn in turns} == {"good", "bad"}             # these labels cover every turn
 
 
-def refused(capsys, *flags):
-    """The error of a command line with these flags, which must be one line on stderr."""
-    with pytest.raises(SystemExit) as stopped:
-        config.parse_or_exit([str(flag) for flag in flags])
-    output, error = capsys.readouterr()
-    assert stopped.value.code == 2 and output == "" and error.count("\n") == 1
-    assert error.startswith("gcd.py: error: ") and error.endswith("; see --help\n")
-    return error.removeprefix("gcd.py: error: ").removesuffix("; see --help\n")
-
-
 GUESS, OPO = ((EXAMPLES / f"{name}.py").read_text(encoding="utf-8") for name in ("guess", "opo"))
 
 
@@ -116,17 +98,17 @@ GUESS, OPO = ((EXAMPLES / f"{name}.py").read_text(encoding="utf-8") for name in 
     ("class Environment(:\n", "SyntaxError: invalid syntax")])
 def test_an_import_error_of_an_environment_is_shown(write_environment, capsys, text, reason):
     write_environment("broken", text)
-    line = refused(capsys, "--env", "broken")
+    line = mistake(capsys, "--env", "broken")
     assert line.startswith(f"--env=broken: cannot import envs/broken.py, line 1: {reason}")
 
 
 def test_an_environment_needs_an_expert_and_an_oracle_only_if_they_are_used(write_environment, capsys):
     text = GUESS.replace("def expert", "def _unused").replace("def oracle", "def _unused_too")
     write_environment("bare", text)
-    line = refused(capsys, "--env", "bare")
+    line = mistake(capsys, "--env", "bare")
     assert line == ("--demonstrations=3000: bare has no expert; 0 starts RL from scratch "
                     "(--demonstrations was not given)")
-    line = refused(capsys, "--env", "bare", "--demonstrations", 0, "--judge-labels", "oracle")
+    line = mistake(capsys, "--env", "bare", "--demonstrations", 0, "--judge-labels", "oracle")
     assert line == "--judge-labels=oracle: bare has no oracle"
     bare = ["--env", "bare", "--demonstrations", "0"]
     assert config.parse_or_exit([*bare, "--no-gcd"]).environment.expert is None
@@ -135,11 +117,11 @@ def test_an_environment_needs_an_expert_and_an_oracle_only_if_they_are_used(writ
 
 def test_flags_are_checked_against_what_the_environment_declares(write_environment, capsys):
     write_environment("guess", GUESS)
-    line = refused(capsys, "--env", "household")
+    line = mistake(capsys, "--env", "household")
     assert line == "--env=household: expected one of guess, or a file's path that ends in .py"
-    assert refused(capsys, "--env", "guess", "--highest", 2) == "--highest=2: expected 5 to 99"
-    assert refused(capsys, "--env", "guess", "--evaluate", "L0") == "--evaluate=L0: no split 'L0' (dev, test)"
-    line = refused(capsys, "--env", "guess", "--judge-labels", "thirds")
+    assert mistake(capsys, "--env", "guess", "--highest", 2) == "--highest=2: expected 5 to 99"
+    assert mistake(capsys, "--env", "guess", "--evaluate", "L0") == "--evaluate=L0: no split 'L0' (dev, test)"
+    line = mistake(capsys, "--env", "guess", "--judge-labels", "thirds")
     assert line.startswith("--judge-labels=thirds: expected one of ") and line.endswith(", halves")
     settings = config.parse_or_exit(["--env", "guess"])
     assert (settings.max_turns, settings.splits) == (8, ["test"])
@@ -150,7 +132,7 @@ def test_flags_are_checked_against_what_the_environment_declares(write_environme
 
 def test_an_environment_cannot_have_a_flag_of_the_runs_names(write_environment, capsys):
     write_environment("guess", GUESS.replace("highest", "tasks"))
-    line = refused(capsys, "--env", "guess")
+    line = mistake(capsys, "--env", "guess")
     assert line == "--algo grpo --env guess: have settings of the same name: tasks"
 
 
@@ -235,7 +217,7 @@ def test_its_flag_is_in_its_help_and_with_no_other(checkout):
 
 def test_the_algorithm_of_the_example_by_hand():
     """Rewards 1 and 0 of lengths 3 and 1 have the baseline 3/4; equal rewards give 0 for any lengths."""
-    opo = import_example("opo")
+    opo = module_of("examples/opo.py")
     reward_E, group_E = torch.tensor([1.0, 0.7, 0.0, 0.7, 0.7]), torch.tensor([0, 1, 0, 1, 1])
     advantage_E = opo.length_weighted_advantage(reward_E, torch.tensor([3, 7, 1, 5, 3]), group_E)
     assert advantage_E.tolist() == [0.25, 0.0, -0.75, 0.0, 0.0]
@@ -319,7 +301,7 @@ def test_a_public_name_that_the_base_class_does_not_declare_is_refused(tmp_path,
     """A misspelled hook would be ignored, and something else trained."""
     path = tmp_path / "misspelled.py"
     path.write_text(text)
-    line = refused(capsys, flag, path)
+    line = mistake(capsys, flag, path)
     kind = base.rpartition(".")[2]
     assert line.startswith(f"{flag}={path}: class {kind} defines {name}, which {base} does not declare")
 
@@ -357,7 +339,7 @@ def test_json_actions_and_token_advantages_train_together(outside, monkeypatch):
 
 
 def test_the_json_environment_accepts_any_spelling_of_an_action_and_refuses_the_rest():
-    example = import_example("json_guess")
+    example = module_of("examples/json_guess.py")
     environment = example.Environment()
     (game,), (task, *_) = environment.make(1), environment.split_tasks("dev")
     game.reset(task)
@@ -374,7 +356,7 @@ def test_the_json_environment_accepts_any_spelling_of_an_action_and_refuses_the_
 
 def test_the_json_environment_brings_its_own_words():
     """For a model that writes: rules, how to answer, and a parser that reads each command back."""
-    environment = import_example("json_guess").Environment()
+    environment = module_of("examples/json_guess.py").Environment()
     assert environment.rules.startswith("You guess a number.") and environment.ask.endswith('{"guess": 8}.')
     for command in environment.make(1)[0].reset(environment.split_tasks("dev")[0]).admissible:
         assert environment.parse(f"\n{command} ") == command
@@ -383,7 +365,7 @@ def test_the_json_environment_brings_its_own_words():
 
 def test_the_json_environment_of_the_example_is_sound():
     """As `test_the_environment_of_the_example_is_sound`; all its admissible commands are accepted."""
-    environment, texts = import_example("json_guess").Environment(), set()
+    environment, texts = module_of("examples/json_guess.py").Environment(), set()
     (game,) = environment.make(1)
     for task in environment.split_tasks("dev"):
         demonstration = environment.expert([game]).show(task, 0, 0.0, 8)
@@ -399,6 +381,6 @@ def test_the_json_environment_of_the_example_is_sound():
 
 def test_token_weights_by_hand():
     """Powers 1, 1/2 and 1/4 of 1/2 sum to 7/4; their mean is made 1."""
-    weights = import_example("token_weight").token_weights
+    weights = module_of("examples/token_weight.py").token_weights
     assert weights(3, 0.5) == pytest.approx([12 / 7, 6 / 7, 3 / 7])
     assert weights(4, 1.0) == [1.0] * 4 and weights(0, 0.5) == []

@@ -1,7 +1,6 @@
 """Proves gcd.py from end to end: the files of a run, that it is deterministic and learns, and how it fails.
 
     python -m pytest tests/core/test_train.py            # about 90 s on one core
-    python -m pytest tests/core/test_train.py -m fast    # without those that learn or start ranks
 
 Runs are `gcd.main` in this process where possible (tiny_runs.py); two ranks need their own processes. Left
 out: resuming (tests/core/test_resume.py), every method in every environment

@@ -21,6 +21,7 @@ from test_household import (
     BROKEN,
     GAMES,
     TOUR,
+    WIN,
     goal_of,
     kitchen,
     needs_games,
@@ -44,8 +45,6 @@ needs_engine = pytest.mark.skipif(not INSTALLED,
 # stock(pddl, task_desc) starts a game in this process, stock.step plays it
 stock = test_household.engine
 HEAT, PICK = "pick_heat_then_place_in_recep", "pick_and_place_simple"
-WIN = ["go to countertop 2", "take apple 1 from countertop 2", "go to fridge 1", "open fridge 1",
-       "move apple 1 to fridge 1"]
 
 
 def kitchen_task(task_type=PICK, start="l0", desc="put an apple in fridge"):

@@ -133,6 +133,12 @@ def test_equal_ids_with_different_texts_have_different_hashes(folder):
     assert environment.tasks_hash([task]) != environment.tasks_hash([changed])
 
 
+def test_a_tasks_id_may_be_the_name_of_any_file():
+    """Bytes that are no text are surrogates in it."""
+    tasks = [Task(name, "L0", "", None) for name in ("a", "\udce9", "?")]
+    assert len({envs.Environment().tasks_hash([task]) for task in tasks}) == 3
+
+
 def test_notes_are_a_sentence_or_empty(environment):
     of_all, of_part = (environment.note({"cold_start_types": types}) for types in ("all", "part"))
     assert of_all.startswith("The cold start sees all ") and of_part.endswith(".") and of_all != of_part

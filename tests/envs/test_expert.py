@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from test_household import GAMES, needs_games, needs_transcripts, recorded
@@ -13,8 +12,6 @@ from envs.alfred.expert import Belief, SearchExpert, demonstrate, learn_prior, o
 from envs.alfred.game import Game
 from envs.alfred.games import load_games
 from envs.alfred.problem import Goal, Problem, Receptacle, Thing
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def real_tasks(split, count):

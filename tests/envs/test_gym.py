@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_household import goal_of, kitchen, write_game
+from test_household import WIN, goal_of, kitchen, write_game
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs: pip install gymnasium")
 from gymnasium.utils.env_checker import check_env  # noqa: E402
@@ -19,8 +19,6 @@ from gymnasium.utils.env_checker import check_env  # noqa: E402
 import envs.alfred.gym  # noqa: E402, F401
 
 ROOT = Path(__file__).resolve().parents[2]
-WIN = ["go to countertop 2", "take apple 1 from countertop 2", "go to fridge 1", "open fridge 1",
-       "move apple 1 to fridge 1"]
 
 
 @pytest.fixture

@@ -69,6 +69,11 @@ AT = {"apple1": "l4", "apple2": "l4", "knife": "l4", "butter": "l5", "lamp": "l5
       "stove": "l2"}
 
 
+# The commands that win a kitchen's pick_and_place_simple
+WIN = ["go to countertop 2", "take apple 1 from countertop 2", "go to fridge 1", "open fridge 1",
+       "move apple 1 to fridge 1"]
+
+
 def kitchen(goal, start="l0"):
     """The PDDL problem of that kitchen. Knives fit everywhere, other things everywhere but on the desk."""
     types = {"SinkBasinType", "MicrowaveType", "FridgeType"} | {kind + "Type" for _, kind in PLACES.values()}

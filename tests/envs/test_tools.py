@@ -7,15 +7,14 @@ the shop of examples/ and the calculator of examples/, by brute force.
 """
 
 import functools
-import importlib.util
 import json
 import re
 from enum import Enum
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
+from tiny_runs import ROOT, module_of
 
 import config
 import envs
@@ -33,17 +32,6 @@ from envs.tools import (
     schemas,
     wrong_value,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def module_of(path):
-    """The module of a file of the checkout."""
-    specification = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
 
 SHOP, CALCULATOR = module_of("examples/shop.py"), module_of("examples/calculator.py")
 

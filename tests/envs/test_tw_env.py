@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_household import GAMES, goal_of, kitchen, next_command, translator
+from test_household import GAMES, WIN, goal_of, kitchen, next_command, translator
 
 from envs.alfred.games import load_games
 from envs.alfred.tw_env import TASK_TYPES, AlfredTWEnv
@@ -28,8 +28,6 @@ needs_engine = pytest.mark.skipif(not all(map(find_spec, ("alfworld", "textworld
                                   reason="needs the engine: pip install -r requirements-alfworld.txt")
 SPLITS = {"train": "train", "eval_in_distribution": "valid_seen", "eval_out_of_distribution": "valid_unseen"}
 BATCHES = [("train", 1), ("eval_in_distribution", 4), ("eval_out_of_distribution", 1)]
-WIN = ["go to countertop 2", "take apple 1 from countertop 2", "go to fridge 1", "open fridge 1",
-       "move apple 1 to fridge 1"]
 RECORDED = [2, 1, 5, 0, 4, 3, 2, 4, 0, 5, 3, 1, 4, 2, 5, 0, 1, 3, 5, 0]    # by textworld 1.7.0, six games
 GRAMMAR = ('grammar :: """{"task": [{"rhs": "Your task is to: UNKNOWN GOAL."}]}""";\n'
            'action PutObject { template :: "move {o} to {r}"; }')

@@ -8,15 +8,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from test_household import goal_of, kitchen, write_game
+from test_household import WIN, goal_of, kitchen, write_game
 
 from envs.alfred.game import Game
 from envs.alfred.games import PddlText
 from envs.alfred.splits import TRAIN_TASKS, find_split
 from envs.alfred.vector import Games
-
-WIN = ["go to countertop 2", "take apple 1 from countertop 2", "go to fridge 1", "open fridge 1",
-       "move apple 1 to fridge 1"]
 
 
 @pytest.fixture

@@ -431,11 +431,13 @@ def test_a_question_of_a_second_process_is_waited_for(serve, connect, lock, answ
 
 @pytest.mark.slow
 @quiet
-def test_a_question_at_which_a_second_process_just_failed_is_asked_once(serve, connect, lock):
+def test_a_question_at_which_a_second_process_just_failed_is_asked_once(serve, connect, lock, monkeypatch):
+    """The second process fails while this one waits: at its first look."""
     server = serve(lambda question, nth: (500, ""))
     endpoint = connect(server)
-    process = lock(endpoint.cache_key(endpoint.messages("a")))
-    threading.Timer(0.2, lambda: process.communicate("\n")).start()
+    process, wait = lock(endpoint.cache_key(endpoint.messages("a"))), endpoint.stop.wait
+    monkeypatch.setattr(endpoint.stop, "wait", lambda seconds: (
+        process.poll() is None and process.communicate("\n")) and wait(seconds))
     assert endpoint.ask(["a"]) == [None]
     assert endpoint.counts == counts(sent=1, failed=1)
 
@@ -572,6 +574,13 @@ def test_the_time_limit_includes_the_look_up_of_the_name(serve, connect, monkeyp
     assert endpoint.ask(["a"]) == [None]
     assert endpoint.last_reason == "TimeoutError: no complete answer in 0.2 s"
     assert time.monotonic() - started < 5                        # the server sends for ten seconds
+
+
+@pytest.mark.parametrize("name, value", [("SSL_CERT_FILE", "/nowhere.pem"), ("HTTPS_PROXY", "foo://a:b@c")])
+def test_what_the_environment_says_of_connections_is_named(connect, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"environment variables .*{name}"):
+        connect("https://localhost:1")
 
 
 @pytest.mark.parametrize("proxy", ["connection", "socks"])
@@ -859,7 +868,7 @@ def test_a_request_that_was_read_and_will_never_be_answered_is_told_from_others(
 @pytest.mark.parametrize("status, flag, known", [
     (401, "--endpoint-key-variable=LARGE_KEY", "abc"), (403, "--endpoint-key-variable=LARGE_KEY", "abc"),
     (404, "--endpoint-model=large", "")])
-def test_a_wrong_key_or_model_stops_at_once(serve, connect, tmp_path, status, flag, known):
+def test_a_wrong_key_or_model_stops_at_once(serve, connect, status, flag, known):
     refused = status, '{"error": {"message": "no such"}}'
     server = serve(lambda q, nth: good(q, nth) if q in known else refused)
     endpoint = connect(server, concurrency=1)

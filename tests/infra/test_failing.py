@@ -26,6 +26,7 @@ import gcd
 import session
 import update
 from infra import errors, job, parallel, signals
+from infra.plugins import PluginError
 from lm import engine
 
 SECOND = f"rank 1 on {socket.gethostname()}"
@@ -146,6 +147,17 @@ def test_out_of_memory_within_a_calls_callees_names_the_stage(tmp_path):
     assert "while judging" in nested(("judge.py", "answer_questions"), ("engine.py", "answer"))
     assert "while stepping the optimizer" in nested(("update.py", "step"), ("optim.py", "muon"))
     assert "while training" in nested(("update.py", "update"), ("batching.py", "collate"))
+
+
+@pytest.mark.parametrize("kind", [OSError, ValueError, PluginError])
+def test_out_of_memory_is_found_below_the_error_of_a_file_or_plug_in(tmp_path, kind):
+    """The flags are those of the activity, wherever of the two tracebacks it is."""
+    for outer, inner in (("models.py:load_model", "elsewhere.py"), ("elsewhere.py", "models.py:load_model")):
+        error = kind("trainer.pt: no state of this optimizer: CUDA out of memory")
+        error.__cause__ = through(f"{ROOT}/{inner}", RuntimeError("CUDA error: out of memory"))
+        line = errors.one_line(through(f"{ROOT}/{outer}", error), tmp_path)
+        assert line == "out of memory (CUDA error: out of memory): while loading a model, more ranks"
+    assert not list(tmp_path.iterdir())
 
 
 def test_errors_of_other_kinds_do_not_count_as_out_of_memory(tmp_path):

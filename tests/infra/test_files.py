@@ -6,6 +6,7 @@
 import errno
 import math
 import os
+import resource
 import sys
 from types import SimpleNamespace
 
@@ -136,14 +137,25 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
             pytest.fail("locked")
 
 
-def test_a_disk_that_is_too_full_for_a_lock_is_named(tmp_path, monkeypatch):
-    def full():
-        raise OSError(errno.ENOSPC, "No space left on device")
+def test_a_disk_that_is_too_full_for_a_lock_is_named(tmp_path):
+    """Here one that takes no byte, which a write that waits in a buffer would meet again at close."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(ValueError, match=f"--out={tmp_path}: File too large"):
+            with files.locked(tmp_path):
+                pytest.fail("locked")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
-    monkeypatch.setattr(files.os, "getpid", full)
-    with pytest.raises(ValueError, match=f"--out={tmp_path}: No space left on device"):
-        with files.locked(tmp_path):
-            pytest.fail("locked")
+
+def test_an_error_that_names_its_file_keeps_its_text():
+    """OSErrors of ours have no number: the block's path and no reason would take their place."""
+    for given, expected in ((OSError("model.safetensors: no space left"), "model.safetensors: no space left"),
+                            (OSError(errno.ENOSPC, "full"), "[Errno 28] full: 'folder'")):
+        with pytest.raises(OSError) as raised, files.naming("folder"):
+            raise given
+        assert str(raised.value) == expected
 
 
 def test_a_run_that_was_resumed_with_no_iterations_keeps_those_it_had():

@@ -317,7 +317,7 @@ def test_each_start_of_a_job_has_a_name_of_its_own_in_the_same_store():
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_connect_end_in_time_and_name_what_to_check(tmp_path):
+def test_ranks_that_do_not_connect_end_in_time_and_name_what_to_check():
     """Rank 1 of two never comes."""
     code = ("from infra import job; job.CONNECT_S = 1; job.setup('cpu')")
     alone = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()),

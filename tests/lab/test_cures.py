@@ -244,7 +244,7 @@ def test_the_study_writes_numbers_figure_and_page(study):
 
 
 @pytest.mark.slow
-def test_a_linear_probe_finds_a_direction_and_nothing_where_there_is_none(study, monkeypatch):
+def test_a_linear_probe_finds_a_direction_and_nothing_where_there_is_none(study):
     """Against hidden states of which one column tells the kind, or none does."""
     settings = cures.settings_of("coins", "GRPO", 0.01, "tied") | {"seed": 0}
     folder = cures.cold_folder(settings, study / "runs") / files.CHECKPOINT
@@ -388,12 +388,12 @@ def test_a_question_before_the_command_has_no_command_in_it(study):
     chat = common.load_actor(folder, list(cures.COMMON)).chat
     prompt = chat.message("You see oak sun elm.", first=True)
     turn = Turn("You see oak sun elm.", prompt, chat.respond("pull"), [], "pull", "pull", True, "")
-    usual = chat.decode(judge.question_ids(chat, turn))
+    usual, question_ids = chat.decode(judge.question_ids(chat, turn)), judge.question_ids
     with cures.asked_before():
         before = chat.decode(judge.question_ids(chat, turn))
     assert "pull" in usual and "pull" not in before
     assert before.startswith("<|user|>You see oak sun elm.<|user|>Was that") and usual.endswith(before[-12:])
-    assert gcd.judge.question_ids is judge.question_ids
+    assert judge.question_ids is question_ids
 
 
 @pytest.mark.parametrize("flags, message", [

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hand_made import ANSWER, HEAD, make_episode
+from hand_made import ANSWER, HEAD, make_episode, sampled_positions
 from tiny_runs import TINY, rows, same, start_from, train, weights, without_times
 
 import batching
@@ -41,28 +41,23 @@ def sample():
     return made
 
 
-def trained_positions(sample):
-    """The positions of a sample's trained tokens."""
-    return [t for t, sampled in enumerate(sample.sampled) if sampled]
-
-
 def test_only_the_stop_token_is_left_out(sample):
     n = len(HEAD)
     full, after = sample(), n + 2 + len(ANSWER)
-    assert trained_positions(full) == [n, n + 1, after, after + 1, after + 2]
+    assert sampled_positions(full) == [n, n + 1, after, after + 1, after + 2]
     with faults.stop_untrained():
         broken = sample()
-        assert trained_positions(broken) == [n, after, after + 1] and broken.ids == full.ids
+        assert sampled_positions(broken) == [n, after, after + 1] and broken.ids == full.ids
         assert [broken.advantage[t] for t in (n, n + 1)] == [0.5, 0.0] and broken.logprob_old[n + 1] == 0.0
-        assert trained_positions(sample(cut=True)) == [n, after, after + 1, after + 2]       # cut: no stop
-    assert trained_positions(sample()) == trained_positions(full)
+        assert sampled_positions(sample(cut=True)) == [n, after, after + 1, after + 2]       # cut: no stop
+    assert sampled_positions(sample()) == sampled_positions(full)
 
 
 def test_the_environments_tokens_get_the_advantage_of_the_preceding_response(sample):
     n = len(HEAD)
     with faults.environment_trained():
         broken = sample()
-    assert trained_positions(broken) == list(range(n, n + 2 + len(ANSWER) + 3))        # but the first message
+    assert sampled_positions(broken) == list(range(n, n + 2 + len(ANSWER) + 3))        # but the first message
     assert set(broken.advantage[n:]) == {0.5} and broken.logprob_old[n + 2] == 0.0
 
 

@@ -178,14 +178,14 @@ def test_what_the_file_holds_is_not_run_again_but_errors_and_time_that_is_up_lea
     assert [*lines_of(capsys.readouterr().out)[0]] == ["right"]          # since what it checks has changed
 
 
-def test_each_check_fits_a_command(capsys):
+def test_each_check_fits_a_command():
     for minutes in (10, 30):
         assert all(check.limit_s < gpu.MOST_S for check in gpu.CHECKS if check.minutes <= minutes)
     assert [check.minutes for check in gpu.CHECKS] == sorted(check.minutes for check in gpu.CHECKS)
 
 
 @pytest.mark.slow
-def test_every_path_of_variable_length_attention_is_compared(capsys, monkeypatch):
+def test_every_path_of_variable_length_attention_is_compared(monkeypatch):
     """With a stand-in that is exact, and with one that reads a key too many, of what lies between rows."""
     def one_key_more(*arguments):
         *others, longest_k, keys_B = arguments

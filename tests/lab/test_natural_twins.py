@@ -156,7 +156,7 @@ def test_coins_depend_on_task_and_episode_only_and_are_fair():
     assert 400 - 4 * 14.2 < sum(one == "good" for one, _ in tossed) < 400 + 4 * 14.2
 
 
-def test_the_small_model_reads_a_state_in_a_token_a_word(tmp_path):
+def test_the_small_model_reads_a_state_in_a_token_a_word():
     from lm.small import small_tokenizer
     tokenizer = small_tokenizer(environment().vocabulary())
     for one in twins.STATES.values():

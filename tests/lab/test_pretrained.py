@@ -255,7 +255,7 @@ def test_every_run_of_the_study_has_flags_that_gcd_accepts(monkeypatch, tmp_path
     assert (rl.tasks * rl.group_size, rl.kl, rl.gcd, rl.prompt) == (32, "loss", True, "plain")
 
 
-def test_the_arguments_are_the_models_own_and_wrong_ones_are_one_line(study, tmp_path, capsys):
+def test_the_arguments_are_the_models_own_and_wrong_ones_are_one_line(study, capsys):
     for flags, message in (("--models gpt", "--models=gpt: expected some of SmolLM2,small"),
                            ("--arms ppo", "--arms=ppo: expected some of grpo"),
                            ("--seeds a", "--seeds=a: expected numbers"),

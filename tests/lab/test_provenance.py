@@ -194,7 +194,7 @@ def test_table1_refuses_a_changed_tree_before_anything_runs(tree, bench, capsys)
 
 
 @pytest.mark.slow
-def test_table1_stores_no_run_that_names_a_changed_tree(bench, monkeypatch, capsys):
+def test_table1_stores_no_run_that_names_a_changed_tree(bench, capsys):
     script = bench.folder / "stand_in.py"
     script.write_text(script.read_text().replace('"commit": "abc"', '"commit": "abc+"'))
     assert bench.main("--rows", "grpo", "--seeds", "0") == 1

@@ -69,7 +69,7 @@ def test_a_difference_is_found_and_named(stored, capsys, change):
     assert status and line["differ"] == [episodes[3]["task_id"]]
 
 
-def test_an_episode_with_a_turn_without_command_is_left_out(stored, capsys):
+def test_an_episode_with_a_turn_without_command_is_left_out(stored):
     folder, episodes = stored
     episodes[0]["turns"][0]["action"] = None
     write(folder, episodes)

@@ -153,7 +153,6 @@ def n_prefixes(samples):
     return len({tuple(sample.ids[:n + 1]) for sample in samples for n in range(len(sample.ids))})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [1, 40, 16384])
 @pytest.mark.parametrize("packed", [False, True])
 def test_texts_with_common_prefixes_equal_a_forward_each(model, samples, with_varlen, packed, max_tokens):
@@ -195,7 +194,6 @@ def test_a_prefix_tree_has_each_prefix_once_and_each_samples_tokens(seed):
         assert prefix_of[columns[-1]] == columns
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_masked_attention_equals_that_of_each_text_alone(seed):
     """Of texts that branch off from each other, with long and short prefixes; heads in groups. It can be laid

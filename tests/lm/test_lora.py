@@ -7,14 +7,12 @@ tests/infra/test_parallel.py, whole runs in tests/core/test_lora_runs.py.
 """
 
 import copy
-import random
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_same, config, flat, rounding, with_value_head
-from hand_made import PLAIN, make_sample
+from hand_made import PLAIN, unscored_samples
 
 import update
 from infra import parallel
@@ -58,9 +56,7 @@ def ids_BT():
 
 @pytest.fixture
 def samples():
-    """Nine policy samples without old logprobs, as in the cold start."""
-    rng = random.Random(0)
-    return [replace(make_sample(rng, episode=i % 5), logprob_old=None) for i in range(9)]
+    return unscored_samples()
 
 
 def nll(logits_BTV, ids_BT):

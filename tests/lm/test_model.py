@@ -258,6 +258,19 @@ def test_whether_bf16_is_slow_is_measured(monkeypatch):
         assert m.slow_bf16.__wrapped__() == (slow == torch.bfloat16)
 
 
+def test_whether_bf16_is_slow_is_measured_on_one_thread(monkeypatch):
+    """On two a borderline CPU answers otherwise, and a resumed run measures before it sets their number."""
+    product, threads = m.F.linear, set()
+    monkeypatch.setattr(m.F, "linear", lambda *of: (threads.add(torch.get_num_threads()), product(*of))[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        m.slow_bf16.__wrapped__()
+        assert threads == {1} and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 # Without positions
 
 

@@ -6,12 +6,10 @@ tests/infra/test_parallel.py tests it on two ranks.
 """
 
 import copy
-import random
-from dataclasses import replace
 
 import pytest
 import torch
-from hand_made import PLAIN, make_sample
+from hand_made import PLAIN, unscored_samples
 
 import update
 from infra import parallel
@@ -21,9 +19,7 @@ from lm.optim import Muon
 
 @pytest.fixture
 def samples():
-    """Nine policy samples without old logprobs, as in the cold start."""
-    rng = random.Random(0)
-    return [replace(make_sample(rng, episode=i % 5), logprob_old=None) for i in range(9)]
+    return unscored_samples()
 
 
 def test_muons_first_step_has_similar_singular_values_in_all_directions(model, samples):

@@ -717,7 +717,7 @@ def test_open_opens_the_page(tmp_path, capsys, monkeypatch):
     assert f"open {tmp_path / 'report.html'} yourself" in capsys.readouterr().err
 
 
-def test_the_default_folder_is_runs_main(tmp_path, monkeypatch, capsys):
+def test_the_default_folder_is_runs_main(tmp_path, monkeypatch):
     write_method(tmp_path / "runs" / "main", "grpo", rl_lines())
     monkeypatch.chdir(tmp_path)
     assert main([]) == 0 and (tmp_path / "runs" / "main" / "report.html").exists()
