@@ -325,6 +325,11 @@ def judge_samples(run, stop):
     config, n = run.config, run.config.judge_demonstrations
     if not (n and (config.judge_epochs or config.dagger)):        # DAgger's rounds show them, too
         return []
+
+    def stop_if_asked():                            # the large model's answers may then be missing
+        if parallel.any_rank(run.should_stop):
+            stop()
+
     episodes = demonstrate_on_rank0(run, FIRST_DEMONSTRATION + config.demonstrations, n, JUDGE_MISTAKES,
                                     stop, required=False)
     if not episodes:
@@ -339,6 +344,7 @@ def judge_samples(run, stop):
     if asks:
         given = run.endpoint_labels(episodes if parallel.is_rank0() else [], 2 * n, seed, max_tokens)
         by_endpoint = parallel.from_rank0(given)
+        stop_if_asked()
     candidates = judge.candidates(episodes, config.judge_labels, max_tokens, run.environment, by_endpoint)
     chosen = judge.choose(candidates, config.judge_labels, n // 2, seed)
     if not chosen:
@@ -350,6 +356,7 @@ def judge_samples(run, stop):
         prompts = [judge.transcript(question.episode, question.t) for question in questions]
         written = parallel.on_rank0(lambda: run.endpoint.ask(prompts))
         run.log_endpoint()
+        stop_if_asked()
     if config.judge_kind == "value":
         samples, n_written = judge.value_samples(questions), 0
     else:

@@ -144,7 +144,7 @@ def judge_turns(run, i, episodes):
     these for `optimize`, and metrics over all ranks.
     """
     config, seed = run.config, stream(run.config.seed, JUDGE, i)
-    candidates = judge_candidates(run, episodes, seed)
+    candidates = judge_candidates(run, i, episodes, seed)
     chosen = judge.choose(candidates, config.judge_labels, config.judge_turns // 2, seed)
     if not chosen:
         run.warn_once("no turn was judged", judge.why_none(candidates, config.judge_labels))
@@ -164,13 +164,14 @@ def judge_turns(run, i, episodes):
     return questions, samples, judge.metrics(records)
 
 
-def judge_candidates(run, episodes, seed):
-    """The turns of all ranks that may be judged, see judge.candidates."""
+def judge_candidates(run, i, episodes, seed):
+    """The turns of all ranks that may be judged in iteration i, see judge.candidates."""
     config, ranks, by_endpoint = run.config, run.ranks, None
     if config.judge_labels in labels.OF_ENDPOINT:
         share = len(range(ranks.rank, config.judge_turns, ranks.world_size))         # of this rank
         own_seed = stream(seed, 2, ranks.rank)                   # 2, and 3 in redraw: see infra/streams.py
         by_endpoint = run.endpoint_labels(episodes, share, own_seed, config.question_room)
+        run.stop_if_asked({"iteration": i})      # labels may be missing; --resume repeats the iteration
     own = judge.candidates(episodes, config.judge_labels, config.question_room, run.environment, by_endpoint)
     return sum(parallel.all_gather(own), [])
 

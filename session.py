@@ -293,7 +293,8 @@ def prepare(config, ranks, should_stop, resources):
     parallel.on_rank0(lambda: files.remove_leftovers(out))
     environment.versions()                                        # ValueError if a package is missing
     endpoint = Endpoint(config.endpoint, config.endpoint_model, config.endpoint_key_variable,
-                        config.endpoint_cache, config.endpoint_limit) if config.endpoint else None
+                        config.endpoint_cache, config.endpoint_limit,
+                        should_stop=should_stop) if config.endpoint else None
     if endpoint:
         resources.callback(endpoint.close)
     source, state = resume.starting_point(config, out, ranks)

@@ -73,9 +73,9 @@ class Endpoint:
     cache: its file; "" for none, where only `answer` may be called: each call is a new sample of the model.
     limit: maximum number of requests in this process, including retries and redirects. timeout_s: for a
     complete answer. first_wait_s: before the first retry; doubled for each further retry. extra: what is
-    merged into each request's body, see `checked_extra`. counts: each distinct question of a call is `cached`
-    (also if cached by another process meanwhile), `limited`, `failed` or answered; `asked` + `retried` +
-    `redirected` is the number of requests sent.
+    merged into each request's body, see `checked_extra`. should_stop: may turn true, see `ask`. counts: each
+    distinct question of a call is `cached` (also if cached by another process meanwhile), `limited`, `failed`
+    or answered; `asked` + `retried` + `redirected` is the number of requests sent.
 
     Redirects are followed only within the server (the address's scheme, host and port) and only if they keep
     the question (status 307 or 308), at most MAX_REDIRECTS per request. Nothing is sent to another server.
@@ -87,7 +87,7 @@ class Endpoint:
 
     def __init__(self, base_url, model, key_variable="OPENAI_API_KEY", cache="runs/endpoint.jsonl",
                  limit=10000, concurrency=8, timeout_s=60.0, retries=5, max_tokens=1024, temperature=0.0,
-                 first_wait_s=1.0, extra=""):
+                 first_wait_s=1.0, extra="", should_stop=False):
         try:                           # optional packages, so not imported at the top
             import httpx2
             import openai
@@ -136,7 +136,7 @@ class Endpoint:
         self.cache = Cache(cache) if cache else None
         self.counts = dict.fromkeys(("cached", "failed", "limited", *REQUESTS), 0)
         self.failures_in_a_row, self.last_reason, self.has_answered = 0, "", False
-        self.lock, self.stop = threading.Lock(), threading.Event()
+        self.lock, self.stop, self.should_stop = threading.Lock(), threading.Event(), should_stop
 
     def abort(self):
         """Shut down every request at once, and let no other be sent: the client cannot wake one that waits.
@@ -158,6 +158,7 @@ class Endpoint:
     def ask(self, questions):
         """Return the answers in the order of the questions; None for a question without an answer.
 
+        Once `should_stop` is true no other question is sent; of several, answers may then be missing.
         questions: texts, or lists of messages {"role": ..., "content": ...}. Equal questions are asked once.
         ValueError if the server refuses the key or, before its first answer, the model, or redirects to
         another server, because every other question would fail too.
@@ -239,6 +240,8 @@ class Endpoint:
             for future in progress(as_completed(futures), desc="endpoint", total=len(todo), leave=False,
                                    delay=2):
                 future.result()
+                if self.should_stop:
+                    break
 
     def ask_counted(self, key, messages, retries):
         """`ask_one`, whose outcome is counted at once, here: the main thread may come late to stop others."""
@@ -246,6 +249,8 @@ class Endpoint:
         with self.lock:
             if outcome == "answered":
                 self.failures_in_a_row = 0
+                return
+            if outcome == "failed" and self.should_stop:             # it was not sent any more
                 return
             self.counts[outcome] += 1
             self.failures_in_a_row += outcome == "failed"

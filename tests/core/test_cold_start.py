@@ -463,6 +463,28 @@ def test_a_model_that_writes_imitates_the_endpoints_critiques(tokenizer):
         assert re.findall(r"^> (.*)$", question, re.MULTILINE) == commands
 
 
+@pytest.mark.parametrize("asks", ["labels", "critiques"])
+def test_a_stop_while_the_endpoint_is_asked_leaves_its_missing_answers_unused(tokenizer, monkeypatch, asks):
+    class Stopped(Exception):
+        pass
+
+    def stop():
+        if run.should_stop:
+            raise Stopped
+
+    def interrupted(*_):
+        run.should_stop = True
+
+    run = make_run(Chat(tokenizer, "think"), "--judge-demonstrations", 4, "--judge-labels", "rule+endpoint",
+                   "--context", 99_999, "--endpoint", "http://127.0.0.1:1",
+                   endpoint=SimpleNamespace(ask=interrupted), judge_response_tokens=60)
+    if asks == "labels":
+        run.endpoint_labels = interrupted
+    monkeypatch.setattr(judge, "candidates" if asks == "labels" else "demonstrations", None)    # not called
+    with pytest.raises(Stopped):
+        cold_start.judge_samples(run, stop)
+
+
 def test_no_judge_demonstrations_no_questions(chat):
     assert cold_start.judge_samples(make_run(chat, "--judge-demonstrations", 0), never) == []
 

@@ -879,6 +879,16 @@ def test_a_wrong_key_or_model_stops_at_once(serve, connect, status, flag, known)
     assert connect(server, limit=0).ask([*known]) == [f"A: {q}" for q in known]               # all cached
 
 
+def test_a_stop_sends_no_other_question_and_counts_none_as_failed(serve, connect):
+    """Of one question the answer is there, though: what needs it need not stop."""
+    asked = []
+    server = serve(lambda question, nth: asked.append(question) or good(question, nth))
+    endpoint = connect(server, concurrency=2, should_stop=asked)               # true from the first one on
+    answers = endpoint.ask([*map(str, range(50))])
+    assert answers[0] == "A: 0" and 1 <= len(asked) <= 4 and answers.count(None) == 50 - len(asked)
+    assert endpoint.counts["failed"] == 0 and endpoint.ask(["more"]) == ["A: more"]
+
+
 @pytest.mark.slow
 @quiet
 def test_a_question_that_is_refused_by_moderation_fails_alone(serve, connect):
