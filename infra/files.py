@@ -152,11 +152,12 @@ def not_found(path):
     """
     path = Path(path)
     if not (folder := path.parent).is_dir():
-        hub = re.fullmatch(r"(?:([\w.-]+)/)?[\w.-]+", str(folder))
-        owner = hub and (hub[1] or "OWNER")                     # of a bare name the hub's owner is not known
-        return f"{folder}: no such folder" + (
-            f"; if it is the hub's: hf download {owner}/{folder.name} --local-dir {folder.name}, then give "
-            f"{folder.name}" if hub and (not hub[1] or not folder.parent.exists()) else "")
+        hub = re.fullmatch(r"(?:([\w.-]+)/)?([\w.-]+)", str(folder))
+        if not hub or hub[1] and folder.parent.exists():
+            return f"{folder}: no such folder"
+        owner, name = hub[1] or "OWNER", hub[2]
+        return (f"{folder}: no such folder; if it is the hub's: hf download {owner}/{name} "
+                f"--local-dir {name}, then give {name}")
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return (f"{path}: not found; the folder is a PEFT adapter, to be merged into its base model first "
                 "(in peft: merge_and_unload, save_pretrained)")

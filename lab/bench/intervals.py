@@ -31,14 +31,10 @@ def paired(minuend, subtrahend):
 
 
 def sign_of(difference):
-    """1 or -1 if a difference's interval excludes 0, 0 if not; None without an interval, which seeds of equal
-    differences do not give.
-    """
+    """1 or -1 if a difference's interval excludes 0, 0 if not; None without an interval."""
     if difference is None or difference["half"] is None:
         return None
     mean, half = difference["mean"], difference["half"]
-    if mean and not half:
-        return None
     return 0 if abs(mean) <= half else 1 if mean > 0 else -1
 
 

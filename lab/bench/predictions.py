@@ -185,9 +185,8 @@ def of_interval(function):
 
 
 def side_of_zero(mean, half):
-    """Whether an interval includes 0, lies above or below it, or has no width and tells nothing."""
-    sides = {0: "includes 0", 1: "above 0", -1: "below 0", None: "has no width"}
-    return sides[sign_of({"mean": mean, "half": half})]
+    """Whether an interval includes 0 or lies above or below it."""
+    return {0: "includes 0", 1: "above 0", -1: "below 0"}[sign_of({"mean": mean, "half": half})]
 
 
 def by_seed(found):

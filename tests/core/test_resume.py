@@ -723,7 +723,7 @@ def test_a_link_as_checkpoint_is_followed(start, finished, tmp_path):
     link.rename(elsewhere)
     link.symlink_to(elsewhere)
     flags, saved = start_from(start), (elsewhere / "trainer.pt").stat().st_ino
-    assert train(finished, *flags, "--resume", "--iterations", 3) == 0
+    assert train(finished, *flags, "--resume") == 0
     assert link.is_symlink() and (elsewhere / "trainer.pt").stat().st_ino != saved
     before = contents(elsewhere)
     assert train(finished, *flags, "--overwrite", "--seed", 1) == 0

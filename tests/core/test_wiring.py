@@ -254,7 +254,7 @@ def test_a_large_model_is_asked_about_twice_as_many_turns_as_are_shown(monkeypat
                                  judge_kind="generative", judge_epochs=1, judge_response_tokens=50,
                                  question_room=86, context=200)
         run = SimpleNamespace(config=config, warn_once=lambda *_: None, log=lambda row: None,
-                              environment=None, chat=SimpleNamespace(bare=True),
+                              environment=None, chat=SimpleNamespace(bare=True), should_stop=False,
                               endpoint_labels=lambda *of: requests.append(of[:2] + of[3:]) or {})
         cold_start.judge_samples(run, None)
     assert requests == [(["an episode"], 80, 136)]
@@ -262,13 +262,15 @@ def test_a_large_model_is_asked_about_twice_as_many_turns_as_are_shown(monkeypat
 
 
 def test_ranks_ask_a_large_model_about_their_shares(given):
-    requests = []
+    requests, stops = [], []
     for rank in range(3):
         run = judging_run(judge_labels="rule+endpoint", judge_turns=32)
         run.ranks = SimpleNamespace(rank=rank, world_size=3)
         run.endpoint_labels = lambda episodes, n, seed, room: requests.append((n, seed)) or {}
+        run.stop_if_asked = stops.append
         gcd.judge_turns(run, 0, [])
     assert [n for n, _ in requests] == [11, 11, 10] and len({seed for _, seed in requests}) == 3
+    assert stops == 3 * [{"iteration": 0}]             # answers may be missing, so the iteration is repeated
 
 
 def test_a_large_models_labels_are_counted(monkeypatch):

@@ -881,11 +881,11 @@ def test_a_wrong_key_or_model_stops_at_once(serve, connect, status, flag, known)
 
 def test_a_stop_sends_no_other_question_and_counts_none_as_failed(serve, connect):
     """Of one question the answer is there, though: what needs it need not stop."""
-    asked = []
-    server = serve(lambda question, nth: asked.append(question) or good(question, nth))
-    endpoint = connect(server, concurrency=2, should_stop=asked)               # true from the first one on
+    sent = []
+    server = serve(lambda question, nth: sent.append(question) or good(question, nth))
+    endpoint = connect(server, concurrency=2, should_stop=sent)               # true from the first one on
     answers = endpoint.ask([*map(str, range(50))])
-    assert answers[0] == "A: 0" and 1 <= len(asked) <= 4 and answers.count(None) == 50 - len(asked)
+    assert answers[0] == "A: 0" and 1 <= len(sent) <= 4 and answers.count(None) == 50 - len(sent)
     assert endpoint.counts["failed"] == 0 and endpoint.ask(["more"]) == ["A: more"]
 
 
