@@ -5,7 +5,7 @@ Left out: the decoder and its files (lm/model.py), and prompts (lm/chat.py).
 
 import secrets
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from random import Random
 
 import torch
@@ -147,16 +147,9 @@ def context_warning(config, chat, longest):
             + ", or ".join(way for way, applies in ways.items() if applies))
 
 
-@contextmanager
 def threads_for(chat):
     """A block on one thread if the model is small: more are slower with such small matrices."""
-    before = torch.get_num_threads()
-    if chat.small:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return decoder.one_thread() if chat.small else nullcontext()
 
 
 # The model

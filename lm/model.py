@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -231,6 +231,17 @@ def adjacent(layers):
     return found
 
 
+@contextmanager
+def one_thread():
+    """A block in which torch computes on one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @cache
 def slow_bf16():
     """Whether one thread of this CPU multiplies bf16 matrices more slowly than their conversions to fp32.
@@ -248,14 +259,9 @@ def slow_bf16():
             times.append(time.process_time())
         return min(b - a for a, b in zip(times, times[1:]))
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with torch.no_grad():
-            return seconds(lambda: F.linear(x, weight)) > MARGIN * seconds(
-                lambda: F.linear(x.float(), weight.float()).bfloat16())
-    finally:
-        torch.set_num_threads(before)
+    with torch.no_grad(), one_thread():
+        return seconds(lambda: F.linear(x, weight)) > MARGIN * seconds(
+            lambda: F.linear(x.float(), weight.float()).bfloat16())
 
 
 class Attention(nn.Module):
